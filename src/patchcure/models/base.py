@@ -1,0 +1,132 @@
+"""The contract of a model that can be split: features once, logits under many masks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from patchcure.geometry import Box, Grid
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+LINEAR_JOBS = 8192
+"""`max_jobs` where the LRF part is only a pooling and a linear layer."""
+
+
+class SplitModel(nn.Module, ABC):
+    """A classifier cut at layer k: a part with a small receptive field (SRF) and a part with a large one (LRF).
+
+    What every model promises, and every proof uses:
+
+    * `features` of a cell depend only on the pixels in that cell's receptive field, so a patch changes nothing
+      outside ``corrupted(patch)``; and rows and columns are mapped apart from each other.
+    * `logits` never lets the value of a hidden cell into its arithmetic.
+
+    Args:
+        image: the pixels that the model reads.
+        grid: the cells of its feature map, where masks live.
+        num_classes: how many logits it gives.
+        mean, std: the colours' mean and standard deviation; normalisation is inside the model.
+        max_jobs: how many (image, mask) jobs the LRF part computes at once; bounds the memory.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        image: Grid,
+        grid: Grid,
+        num_classes: int,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        max_jobs: int = 64,
+    ) -> None:
+        super().__init__()
+        if max_jobs < 1:
+            raise ValueError(f"max_jobs: expected at least 1, got {max_jobs}.")
+        self.image, self.grid, self.num_classes, self.max_jobs = image, grid, num_classes, max_jobs
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+
+    @abstractmethod
+    def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
+        """The SRF part, called once: images in [0, 1] to one entry per cell."""
+
+    @abstractmethod
+    def masked(
+        self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
+    ) -> Float[Tensor, "j classes"]:
+        """The LRF part for a few jobs that all leave the same number of cells visible (at least one)."""
+
+    @abstractmethod
+    def corrupted(self, box: Box) -> Box:
+        """The paper's Map, exact: the cells that read some pixel of `box`."""
+
+    @abstractmethod
+    def receptive(self, cells: Box) -> Box:
+        """The pixels that these cells read."""
+
+    def logits(
+        self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j h w"]
+    ) -> Float[Tensor, "j classes"]:
+        """One row of logits per job; job j is image ``images[j]`` with the cells ``hidden[j]`` taken away.
+
+        This is the only door to the LRF part.
+        """
+        flat = hidden.flatten(1)
+        visible = flat.shape[1] - flat.sum(1)
+        if flat.is_meta:
+            return self.masked(features, images, flat)
+        if bool((visible == 0).any()):
+            raise ValueError("A job hides every cell, so its prediction would mean nothing: use smaller masks.")
+        order = visible.argsort(stable=True)
+        rows = []
+        for group in order.split(_runs(visible[order])):
+            rows += [self.masked(features, images[part], flat[part]) for part in group.split(self.max_jobs)]
+        return torch.cat(rows)[order.argsort()]
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """The undefended model: no cell is hidden."""
+        index = torch.arange(len(images), device=images.device)
+        hidden = torch.zeros(len(images), self.grid.height, self.grid.width, dtype=torch.bool, device=images.device)
+        return self.logits(self.features(images), index, hidden)
+
+    def normalize(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        """Subtract the mean colour and divide by the standard deviation."""
+        return (images - self.mean) / self.std
+
+
+def _runs(values: Int[Tensor, " j"]) -> list[int]:
+    """The lengths of the runs of equal values."""
+    lengths: list[int] = torch.unique_consecutive(values, return_counts=True)[1].tolist()
+    return lengths
+
+
+def visible_sum(
+    values: Float[Tensor, "b cells d"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
+) -> Float[Tensor, "j d"]:
+    """For each job, the sum of its image's values over the visible cells.
+
+    One matrix product per image serves any number of masks. A hidden value cannot leak: it is finite (others are
+    replaced first), finite times zero is exactly zero, and adding zero changes no sum. A visible value that is not
+    finite makes the sum NaN.
+
+    >>> values = torch.tensor([[[1.0], [2.0], [float("nan")]]])
+    >>> visible_sum(values, torch.tensor([0, 0]), torch.tensor([[False, False, True], [False, True, False]]))
+    tensor([[3.],
+            [nan]])
+    """
+    finite = torch.where(values.isfinite(), values, 0)
+    broken = ~values.isfinite().all(-1)
+    keep = (~hidden).to(values.dtype)
+    order = images.argsort(stable=True)
+    parts = order.split(torch.bincount(images, minlength=len(values)).tolist())
+    sums = torch.cat([keep[part] @ finite[index] for index, part in enumerate(parts)])[order.argsort()]
+    poisoned = (broken[images] & ~hidden).any(1, keepdim=True)
+    return torch.where(poisoned, torch.nan, sums)

@@ -1,0 +1,194 @@
+"""Vision transformers whose first k blocks attend inside windows of tokens (the paper's ViT-SRF)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from patchcure._torchvision import ensure_torchvision
+from patchcure.geometry import Box, Grid, pair
+from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD, LINEAR_JOBS, SplitModel, visible_sum
+
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import VisionTransformer
+
+Flavour = Literal["ours", "published"]
+NormOrder = Literal["before-pool", "after-pool"]
+
+
+class SplitViT(SplitModel):
+    """Any timm VisionTransformer; the first `k` blocks see one window, the others see everything that is not hidden.
+
+    A cell of the grid is a window of tokens. Two flavours share the contract:
+
+    * ``"ours"``: no class token anywhere; hidden tokens are dropped; pool, then norm, then head.
+    * ``"published"``: the class token (without position) stands in every window; hidden tokens are zero, and the
+      class token of the later blocks is the mean over the visible windows; at k = L the logits are the sum over the
+      visible windows of the mean logits of their tokens.
+
+    Args:
+        backbone: a timm VisionTransformer; its parameters keep their names.
+        window: tokens (height, width) in a window; must divide the token grid.
+        k: how many blocks attend inside the windows, from 0 to all.
+        flavour: see above.
+        norm_order: published flavour with k < L only: is the last norm applied to each token ``"before-pool"`` (the
+            released models under timm >= 0.9) or to the pooled token ``"after-pool"`` (under older timm)?
+    """
+
+    def __init__(
+        self,
+        backbone: VisionTransformer,
+        window: int | tuple[int, int],
+        k: int,
+        flavour: Flavour = "ours",
+        norm_order: NormOrder = "before-pool",
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        max_jobs: int = 64,
+    ) -> None:
+        _check_backbone(backbone, flavour)
+        if flavour not in ("ours", "published"):
+            raise ValueError(f"flavour: expected 'ours' or 'published', got {flavour!r}.")
+        if norm_order not in ("before-pool", "after-pool"):
+            raise ValueError(f"norm_order: expected 'before-pool' or 'after-pool', got {norm_order!r}.")
+        height, width = pair(window, "window")
+        tokens = Grid.of(tuple(backbone.patch_embed.grid_size))
+        if tokens.height % height or tokens.width % width:
+            raise ValueError(
+                f"A window of {height}x{width} tokens does not divide the token grid of {tokens.height}x{tokens.width}: "
+                f"the height must be one of {_divisors(tokens.height)} and the width one of {_divisors(tokens.width)}."
+            )
+        depth = len(backbone.blocks)
+        if not 0 <= k <= depth:
+            raise ValueError(f"k: this ViT has {depth} blocks, so k goes from 0 to {depth}; got {k}.")
+        super().__init__(
+            image=Grid.of(tuple(backbone.patch_embed.img_size)),
+            grid=Grid(tokens.height // height, tokens.width // width),
+            num_classes=backbone.num_classes,
+            mean=mean,
+            std=std,
+            max_jobs=max_jobs if k < depth else LINEAR_JOBS,
+        )
+        self.backbone = backbone
+        self.tokens, self.window, self.k = tokens, (height, width), k
+        self.flavour: Flavour = flavour
+        self.norm_order: NormOrder = norm_order
+
+    @property
+    def depth(self) -> int:
+        """L, the number of blocks."""
+        return len(self.backbone.blocks)
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """The pixels (height, width) under one window."""
+        token = self.backbone.patch_embed.patch_size
+        return self.window[0] * token[0], self.window[1] * token[1]
+
+    def corrupted(self, box: Box) -> Box:
+        height, width = self.pixels
+        cells = Box(box.top // height, box.left // width, -(-box.bottom // height), -(-box.right // width))
+        return cells.intersect(self.grid.box)
+
+    def receptive(self, cells: Box) -> Box:
+        height, width = self.pixels
+        return Box(cells.top * height, cells.left * width, cells.bottom * height, cells.right * width)
+
+    def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b windows ..."]:
+        """Tokens of each window after k blocks; at k = L their mean (ours) or their mean logits (published)."""
+        vit = self.backbone
+        tokens = self._windows(self._embed(images))
+        batch, windows = tokens.shape[:2]
+        x = tokens.flatten(0, 1)
+        if self.flavour == "published":
+            x = torch.cat([vit.cls_token.expand(len(x), -1, -1), x], dim=1)
+        x = vit.norm_pre(x)
+        for block in vit.blocks[: self.k]:
+            x = block(x)
+        if self.k == self.depth:
+            if self.flavour == "published":
+                x = vit.head(vit.head_drop(vit.fc_norm(vit.norm(x)[:, 1:])))
+            return x.mean(1).unflatten(0, (batch, windows))
+        return x.unflatten(0, (batch, windows))
+
+    def masked(
+        self, features: Float[Tensor, "b windows ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j windows"]
+    ) -> Float[Tensor, "j classes"]:
+        vit = self.backbone
+        if self.k == self.depth:
+            total = visible_sum(features, images, hidden)
+            if self.flavour == "published":
+                return total
+            return self._head(total / (~hidden).sum(1, keepdim=True))
+        x = self._visible(features, images, hidden) if self.flavour == "ours" else _zeroed(features, images, hidden)
+        for block in vit.blocks[self.k :]:
+            x = block(x)
+        if self.flavour == "ours":
+            return self._head(x.mean(1))
+        x = x[:, 1:]
+        if self.norm_order == "before-pool":
+            return _tensor(vit.head(vit.head_drop(vit.fc_norm(vit.norm(x)).mean(1))))
+        return self._head(x.mean(1))
+
+    def _embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b rows cols d"]:
+        vit = self.backbone
+        tokens = vit.patch_embed.proj(self.normalize(images)).flatten(2).transpose(1, 2)
+        tokens = vit.patch_embed.norm(tokens)
+        if vit.pos_embed is not None:
+            tokens = tokens + vit.pos_embed[:, 0 if vit.no_embed_class else vit.num_prefix_tokens :]
+        return _tensor(vit.pos_drop(tokens).unflatten(1, (self.tokens.height, self.tokens.width)))
+
+    def _windows(self, tokens: Float[Tensor, "b rows cols d"]) -> Float[Tensor, "b windows n d"]:
+        height, width = self.window
+        cut = tokens.unflatten(2, (self.grid.width, width)).unflatten(1, (self.grid.height, height))
+        return cut.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+    def _visible(
+        self, features: Float[Tensor, "b windows n d"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j windows"]
+    ) -> Float[Tensor, "j tokens d"]:
+        """The tokens of the visible windows; every job leaves the same number of them."""
+        if hidden.is_meta or not bool(hidden.any()):
+            return features[images].flatten(1, 2)
+        windows = (~hidden).nonzero()[:, 1].view(len(hidden), -1)
+        return features[images[:, None], windows].flatten(1, 2)
+
+    def _head(self, pooled: Float[Tensor, "j d"]) -> Float[Tensor, "j classes"]:
+        vit = self.backbone
+        return _tensor(vit.head(vit.head_drop(vit.fc_norm(vit.norm(pooled)))))
+
+
+def _zeroed(
+    features: Float[Tensor, "b windows n d"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j windows"]
+) -> Float[Tensor, "j tokens d"]:
+    """Published flavour: the visible windows' mean class token, then all tokens with the hidden ones zero."""
+    shown = torch.where(hidden[:, :, None, None], 0, features[images])
+    mean = shown[:, :, 0].sum(1, keepdim=True) / (~hidden).sum(1)[:, None, None]
+    return torch.cat([mean, shown[:, :, 1:].flatten(1, 2)], dim=1)
+
+
+def _check_backbone(backbone: nn.Module, flavour: str) -> None:
+    ensure_torchvision()
+    from timm.models.vision_transformer import VisionTransformer
+
+    if not isinstance(backbone, VisionTransformer):
+        raise ValueError(
+            f"Expected a timm VisionTransformer, got {type(backbone).__name__}: any other network can be used at "
+            "k = 0 with AnyClassifier."
+        )
+    if backbone.attn_pool is not None:
+        raise ValueError("A ViT with attention pooling is not supported: create it with global_pool='avg'.")
+    if flavour == "published" and (backbone.cls_token is None or backbone.num_prefix_tokens != 1):
+        raise ValueError("The published flavour needs exactly one class token: use flavour='ours'.")
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _tensor(value: Tensor) -> Tensor:
+    """A no-op that tells the type checker what an untyped backbone returns."""
+    return value

@@ -1,0 +1,159 @@
+"""What all secure operations share: the contract, labels under masks, margins, and locations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from patchcure.certificate import Certificate, Prediction
+from patchcure.geometry import Box
+from patchcure.masks import MaskSet
+from patchcure.models.base import SplitModel
+from patchcure.threat import PatchThreat
+
+HIDDEN_BYTES = 1 << 26
+"""How much memory the masks of the jobs in flight may take."""
+
+ROUNDING = 256
+"""A margin counts when it is above this many units of rounding of the largest logit (see `tolerance`)."""
+
+
+class SecureOperation(Protocol):
+    """Turns predictions under masks into a label that no patch can change, or into a proof of that."""
+
+    together: int
+    """How many masks are applied at once: 2 for two rounds, 1 for one round."""
+
+    def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
+        """Labels with their evidence, from features that may be attacked."""
+        ...
+
+    def certify(
+        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+    ) -> Certificate:
+        """Proofs, from clean features and true labels."""
+        ...
+
+
+def tolerance(logits: Float[Tensor, "j classes"]) -> Float[Tensor, " j"]:
+    """How far the same logit may be from itself when it is computed in another batch.
+
+    Proofs are in real numbers; a matrix product rounds differently for other batch sizes and companions. Certificates
+    therefore need margins above 256 units of rounding of the largest logit of the row (3e-5 of it in float32). The
+    tests measure the real difference over batch sizes and compositions.
+    """
+    return ROUNDING * torch.finfo(logits.dtype).eps * logits.abs().amax(1)
+
+
+def margins(logits: Float[Tensor, "j classes"], labels: Int[Tensor, " j"]) -> Float[Tensor, " j"]:
+    """The logit of the label minus the largest other logit."""
+    own = logits.gather(1, labels[:, None])
+    return (own[:, 0] - logits.scatter(1, labels[:, None], -torch.inf).amax(1)).to(logits.dtype)
+
+
+def masked_logits(
+    model: SplitModel,
+    features: Tensor,
+    masks: MaskSet,
+    images: Int[Tensor, " j"],
+    first: Int[Tensor, " j"],
+    second: Int[Tensor, " j"],
+) -> Iterator[tuple[slice, Float[Tensor, "part classes"]]]:
+    """The logits of image ``images[j]`` under masks ``first[j]`` and ``second[j]``, in parts of bounded memory."""
+    table = masks.hidden.to(features.device)
+    size = max(1, HIDDEN_BYTES // masks.grid.cells)
+    for start in range(0, len(images), size):
+        part = slice(start, min(start + size, len(images)))
+        logits = model.logits(features, images[part], table[first[part]] | table[second[part]])
+        if not logits.is_meta and not bool(logits.isfinite().all()):
+            raise FloatingPointError(
+                "A logit is NaN or infinite, so there is no label to trust: check the weights and the input's range."
+            )
+        yield part, logits
+
+
+def masked_labels(
+    model: SplitModel,
+    features: Tensor,
+    masks: MaskSet,
+    images: Int[Tensor, " j"],
+    first: Int[Tensor, " j"],
+    second: Int[Tensor, " j"],
+) -> Int[Tensor, " j"]:
+    """The labels under these masks; the lowest index wins a tie."""
+    parts = masked_logits(model, features, masks, images, first, second)
+    rows = [logits.argmax(1) for _, logits in parts]
+    return torch.cat(rows) if rows else images.new_empty(0)
+
+
+def every_mask(features: Tensor, masks: MaskSet) -> tuple[Int[Tensor, " j"], Int[Tensor, " j"]]:
+    """The jobs of the first round: every image with every mask."""
+    images = torch.arange(len(features), device=features.device).repeat_interleave(len(masks))
+    return images, torch.arange(len(masks), device=features.device).repeat(len(features))
+
+
+def majority(votes: Int[Tensor, "b m"], num_classes: int) -> Int[Tensor, " b"]:
+    """The most frequent label of each row; the lowest index wins a tie.
+
+    >>> majority(torch.tensor([[2, 1, 1, 2]]), 3)
+    tensor([1])
+    """
+    counts = torch.zeros(len(votes), num_classes, dtype=torch.long, device=votes.device)
+    return counts.scatter_add(1, votes, torch.ones_like(votes)).argmax(1)
+
+
+def suspicion(model: SplitModel, masks: MaskSet, chosen: Bool[Tensor, " m"]) -> Box | None:
+    """The pixels under the chosen masks, or None if there are none."""
+    boxes = [box for index in chosen.nonzero()[:, 0].tolist() for box in masks.masks[index]]
+    if not boxes:
+        return None
+    hull = boxes[0]
+    for box in boxes[1:]:
+        hull = hull.hull(box)
+    return model.receptive(hull)
+
+
+def safe_groups(trusted: Bool[Tensor, "b m"], covers: Bool[Tensor, "g m"]) -> Bool[Tensor, "b g"]:
+    """The groups of placements that some trusted mask hides."""
+    return (trusted.double() @ covers.to(trusted.device).double().T) > 0
+
+
+def safe_maps(trusted: Bool[Tensor, "b m"], masks: MaskSet) -> tuple[Bool[Tensor, "b rows cols"], ...]:
+    """For each shape, the locations that are safe (with K patches: wherever the other patches are)."""
+    coverage = masks.coverage
+    unsafe = ~safe_groups(trusted, coverage.covers)
+    members = coverage.members.to(trusted.device)
+    singles = torch.zeros(len(trusted), int(members.max()) + 1, dtype=torch.bool, device=trusted.device)
+    for column in members.T:
+        singles |= _spread(unsafe, column, singles.shape[1])
+    return tuple(~singles[:, where.to(trusted.device)] for where in coverage.maps)
+
+
+def _spread(flags: Bool[Tensor, "b g"], target: Int[Tensor, " g"], size: int) -> Bool[Tensor, "b size"]:
+    """OR the flags into their targets."""
+    counts = torch.zeros(len(flags), size, dtype=torch.long, device=flags.device)
+    return counts.index_add(1, target, flags.long()) > 0
+
+
+def largest_square(
+    trusted: Bool[Tensor, "b m"], model: SplitModel, masks: MaskSet, threat: PatchThreat
+) -> Int[Tensor, " b"]:
+    """The side of the largest square patch for which every location is safe, by bisection (smaller is easier)."""
+
+    def certified(side: int) -> Bool[Tensor, " b"]:
+        smaller = threat.with_squares(side).on_features(model.grid, model.corrupted)
+        return safe_groups(trusted, masks.coverage_of(smaller).covers).all(1)
+
+    low = torch.zeros(len(trusted), dtype=torch.long, device=trusted.device)
+    high = torch.full_like(low, min(threat.image.height, threat.image.width))
+    while bool((low < high).any()):
+        for side in ((low + high + 1) // 2)[low < high].unique().tolist():
+            asked = ((low + high + 1) // 2 == side) & (low < high)
+            good = certified(side)
+            low = torch.where(asked & good, side, low)
+            high = torch.where(asked & ~good, side - 1, high)
+    return low
