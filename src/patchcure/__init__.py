@@ -5,8 +5,10 @@ from patchcure.defense import Defense
 from patchcure.geometry import Box, Grid
 from patchcure.masks import MaskSet
 from patchcure.models import AnyClassifier, SplitModel, SplitResNet, SplitViT
+from patchcure.names import build
 from patchcure.preprocess import Resize
 from patchcure.threat import PatchThreat
+from patchcure.zoo import load, save
 
 __version__ = "0.1.0"
 
@@ -23,4 +25,7 @@ __all__ = [
     "SplitModel",
     "SplitResNet",
     "SplitViT",
+    "build",
+    "load",
+    "save",
 ]

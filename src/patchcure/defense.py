@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -16,13 +18,16 @@ from patchcure.threat import PatchThreat
 class Defense(nn.Module):
     """A classifier whose labels no patch of the threat can change, wherever `certify` says so.
 
-    Called like any module it gives the logits of the undefended model, for training and for attacks.
+    Called like any module it gives the logits of the undefended model, for training and for attacks. A new defense is
+    in evaluation mode.
 
     Args:
         model: a network that can be split.
         threat: what the attacker may do.
         masks: what to hide; by default masks at every cell that cover the threat.
         operation: how predictions under masks become a label.
+
+    `recipe` holds the arguments of `patchcure.build` where that made the defense.
 
     >>> from patchcure import AnyClassifier, PatchThreat
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
@@ -50,12 +55,14 @@ class Defense(nn.Module):
                 "Resize to the model's size (PatchThreat.before)."
             )
         self.model = model
+        self.recipe: dict[str, Any] | None = None
         self.threat = threat
         self.operation: SecureOperation = DoubleMasking() if operation is None else operation
         reach = threat.on_features(model.grid, model.corrupted)
         masks = masks or MaskSet.covering(reach, together=self.operation.together)
         # Built anew from the model's own geometry, so that masks made for another threat or model are refused.
         self.masks = MaskSet(masks.masks, reach, max(masks.together, self.operation.together))
+        self.eval()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of the undefended model."""

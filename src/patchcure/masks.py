@@ -51,7 +51,7 @@ class MaskSet:
         if not self.masks:
             raise ValueError("A mask set needs at least one mask, got none.")
         grid = self.grid
-        hidden = torch.zeros(len(self.masks), grid.height, grid.width, dtype=torch.bool)
+        hidden = torch.zeros(len(self.masks), grid.height, grid.width, dtype=torch.bool, device="cpu")
         for index, mask in enumerate(self.masks):
             for box in mask:
                 if not grid.box.contains(box):

@@ -18,7 +18,7 @@ class PatchThreat:
     """Any content in `count` rectangles of the given shapes, anywhere on an image.
 
     Args:
-        shapes: the (height, width) of the patches, in pixels of `image`; a patch that fits in one of them is covered too.
+        shapes: the (height, width) of the patches, in pixels of `image`; one that fits in another adds nothing.
         image: the pixels that the attacker sees.
         count: how many patches at once; each may have any of the shapes.
         resize: set when the attacker works on the image *before* the preprocessing resizes it for the model;

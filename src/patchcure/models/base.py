@@ -35,6 +35,8 @@ class SplitModel(nn.Module, ABC):
         max_jobs: how many (image, mask) jobs the LRF part computes at once; bounds the memory.
     """
 
+    backbone: nn.Module
+    """The network itself; its parameters keep the names of their library."""
     mean: Tensor
     std: Tensor
 
@@ -51,8 +53,8 @@ class SplitModel(nn.Module, ABC):
         if max_jobs < 1:
             raise ValueError(f"max_jobs: expected at least 1, got {max_jobs}.")
         self.image, self.grid, self.num_classes, self.max_jobs = image, grid, num_classes, max_jobs
-        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+        self.register_buffer("mean", torch.tensor(mean, device="cpu").view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std, device="cpu").view(-1, 1, 1), persistent=False)
 
     @abstractmethod
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
@@ -99,7 +101,7 @@ class SplitModel(nn.Module, ABC):
 
     def normalize(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """Subtract the mean colour and divide by the standard deviation."""
-        return (images - self.mean) / self.std
+        return (images - self.mean.to(images)) / self.std.to(images)
 
 
 def _runs(values: Int[Tensor, " j"]) -> list[int]:

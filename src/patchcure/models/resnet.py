@@ -1,4 +1,4 @@
-"""BagNets (ResNets with a small receptive field) and hybrids: the first layers from a BagNet, the rest from a ResNet."""
+"""BagNets (ResNets with a small receptive field), and hybrids: first layers from a BagNet, the rest from a ResNet."""
 
 from __future__ import annotations
 

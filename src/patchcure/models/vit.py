@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -59,7 +59,7 @@ class SplitViT(SplitModel):
         tokens = Grid.of(tuple(backbone.patch_embed.grid_size))
         if tokens.height % height or tokens.width % width:
             raise ValueError(
-                f"A window of {height}x{width} tokens does not divide the token grid of {tokens.height}x{tokens.width}: "
+                f"A window of {height}x{width} tokens does not divide the {tokens.height}x{tokens.width} tokens: "
                 f"the height must be one of {_divisors(tokens.height)} and the width one of {_divisors(tokens.width)}."
             )
         depth = len(backbone.blocks)
@@ -100,10 +100,10 @@ class SplitViT(SplitModel):
 
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b windows ..."]:
         """Tokens of each window after k blocks; at k = L their mean (ours) or their mean logits (published)."""
-        vit = self.backbone
+        vit: Any = self.backbone
         tokens = self._windows(self._embed(images))
         batch, windows = tokens.shape[:2]
-        x = tokens.flatten(0, 1)
+        x: Tensor = tokens.flatten(0, 1)
         if self.flavour == "published":
             x = torch.cat([vit.cls_token.expand(len(x), -1, -1), x], dim=1)
         x = vit.norm_pre(x)
@@ -112,13 +112,13 @@ class SplitViT(SplitModel):
         if self.k == self.depth:
             if self.flavour == "published":
                 x = vit.head(vit.head_drop(vit.fc_norm(vit.norm(x)[:, 1:])))
-            return x.mean(1).unflatten(0, (batch, windows))
-        return x.unflatten(0, (batch, windows))
+            x = x.mean(1)
+        return x.view(batch, windows, *x.shape[1:])
 
     def masked(
         self, features: Float[Tensor, "b windows ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j windows"]
     ) -> Float[Tensor, "j classes"]:
-        vit = self.backbone
+        vit: Any = self.backbone
         if self.k == self.depth:
             total = visible_sum(features, images, hidden)
             if self.flavour == "published":
@@ -131,20 +131,21 @@ class SplitViT(SplitModel):
             return self._head(x.mean(1))
         x = x[:, 1:]
         if self.norm_order == "before-pool":
-            return _tensor(vit.head(vit.head_drop(vit.fc_norm(vit.norm(x)).mean(1))))
+            logits: Tensor = vit.head(vit.head_drop(vit.fc_norm(vit.norm(x)).mean(1)))
+            return logits
         return self._head(x.mean(1))
 
     def _embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b rows cols d"]:
-        vit = self.backbone
-        tokens = vit.patch_embed.proj(self.normalize(images)).flatten(2).transpose(1, 2)
-        tokens = vit.patch_embed.norm(tokens)
+        vit: Any = self.backbone
+        tokens: Tensor = vit.patch_embed.norm(vit.patch_embed.proj(self.normalize(images)).flatten(2).transpose(1, 2))
         if vit.pos_embed is not None:
             tokens = tokens + vit.pos_embed[:, 0 if vit.no_embed_class else vit.num_prefix_tokens :]
-        return _tensor(vit.pos_drop(tokens).unflatten(1, (self.tokens.height, self.tokens.width)))
+        placed: Tensor = vit.pos_drop(tokens).unflatten(1, (self.tokens.height, self.tokens.width))
+        return placed
 
     def _windows(self, tokens: Float[Tensor, "b rows cols d"]) -> Float[Tensor, "b windows n d"]:
         height, width = self.window
-        cut = tokens.unflatten(2, (self.grid.width, width)).unflatten(1, (self.grid.height, height))
+        cut: Tensor = tokens.unflatten(2, (self.grid.width, width)).unflatten(1, (self.grid.height, height))
         return cut.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
     def _visible(
@@ -157,8 +158,9 @@ class SplitViT(SplitModel):
         return features[images[:, None], windows].flatten(1, 2)
 
     def _head(self, pooled: Float[Tensor, "j d"]) -> Float[Tensor, "j classes"]:
-        vit = self.backbone
-        return _tensor(vit.head(vit.head_drop(vit.fc_norm(vit.norm(pooled)))))
+        vit: Any = self.backbone
+        logits: Tensor = vit.head(vit.head_drop(vit.fc_norm(vit.norm(pooled))))
+        return logits
 
 
 def _zeroed(
@@ -187,8 +189,3 @@ def _check_backbone(backbone: nn.Module, flavour: str) -> None:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _tensor(value: Tensor) -> Tensor:
-    """A no-op that tells the type checker what an untyped backbone returns."""
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,7 +25,7 @@ ROUNDING = 256
 class SecureOperation(Protocol):
     """Turns predictions under masks into a label that no patch can change, or into a proof of that."""
 
-    together: int
+    together: ClassVar[int]
     """How many masks are applied at once: 2 for two rounds, 1 for one round."""
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -25,14 +26,14 @@ class Challenger:
     at most |M| - 1 second-round evaluations, 2|M| - 1 in all. When no unused mask has another label, the candidate's
     label is the answer.
 
-    **Proof.** Let the patches lie at l, and let mask i hide them with P(i, j) = y for all j on the clean image; row i is
-    the same on the attacked image. Suppose the answer is not y. Then mask i, whose label is y, was used: as the first
-    candidate or as a challenger. As a challenger it met a candidate c with another label, the pair P(c, i) = y was its
-    own label, and it became the candidate. As a candidate it met only challengers u with other labels, the pair
+    **Proof.** Let the patches lie at l, and let mask i hide them with P(i, j) = y for all j on the clean image; row i
+    is the same on the attacked image. Suppose the answer is not y. Then mask i, whose label is y, was used: as the
+    first candidate or as a challenger. As a challenger it met a candidate c with another label, the pair P(c, i) = y
+    was its own label, and it became the candidate. As a candidate it met only challengers u with other labels, the pair
     P(i, u) = y was never theirs, and it stayed. So it is the candidate at the end and the answer is y: a contradiction.
     """
 
-    together: int = 2
+    together: ClassVar[int] = 2
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, with the evidence."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Int
@@ -37,7 +37,7 @@ class DoubleMasking:
     """
 
     reference: Literal["majority", "unmasked"] = "majority"
-    together: int = 2
+    together: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if self.reference not in ("majority", "unmasked"):

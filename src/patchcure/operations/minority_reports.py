@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -39,7 +40,7 @@ class MinorityReports:
     """
 
     tau: float = 0.0
-    together: int = 1
+    together: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.tau < 1:

@@ -1,0 +1,131 @@
+"""Load a defense with its weights, and save one."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchcure.defense import Defense
+from patchcure.geometry import Grid
+from patchcure.names import build
+from patchcure.operations import OPERATIONS
+from patchcure.preprocess import Resize
+from patchcure.threat import PatchThreat
+from patchcure.zoo import released
+from patchcure.zoo.checkpoint import Tensors, fit, read
+
+KEY = "patchcure"
+KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (PatchThreat, Grid, Resize, *(type(operation) for operation in OPERATIONS.values()))
+}
+"""What a recipe may hold besides numbers and words."""
+
+
+def load(name_or_file: str | Path, *, weights: str | Path | None = None, **options: Any) -> Defense:
+    """A defense with trained weights.
+
+    Args:
+        name_or_file: one of
+            a file written by `save`;
+            a released checkpoint, whose name tells what it is (``vitsrf14x2_split9_masked.pth.tar``);
+            the name of an instance (``PCURE-ViT14x2-k9``) together with `weights`.
+        weights: the file with an instance's weights: released, timm's, or MAE's. A file without a classifier (MAE
+            pretraining) leaves the head new, with a warning.
+        **options: as for `patchcure.build`; they override what the file says.
+
+    >>> import tempfile
+    >>> from patchcure import build
+    >>> defense = build("PCURE-ViT-Ti-6x1-k3", image_size=96, num_classes=10, patch=16)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(defense, f"{folder}/mine.safetensors")
+    ...     again = load(f"{folder}/mine.safetensors", operation="challenger")
+    >>> len(again.masks)
+    5
+    """
+    if weights is not None:
+        defense = build(str(name_or_file), **options)
+        fit(defense.model, released.timm_layout(read(Path(weights))), str(weights), need_head=False)
+        return defense
+    file = find(name_or_file)
+    if file.suffix == ".safetensors" and (recipe := _recipe(file)) is not None:
+        return _filled({**recipe, **options}, read(file), file.name)
+    tensors = read(file)
+    name, known = released.instance(file.name, tensors)
+    return _filled({"name": name, **known, **options}, released.timm_layout(tensors), file.name)
+
+
+def save(defense: Defense, file: str | Path) -> None:
+    """Write a defense that `patchcure.build` made, with its weights and everything that `load` needs, to one file."""
+    from safetensors.torch import save_file
+
+    if defense.recipe is None:
+        raise ValueError("This defense was not made by patchcure.build, so a file could not say how to make it again.")
+    file = Path(file)
+    state: dict[str, Tensor] = {key: value.contiguous() for key, value in defense.model.backbone.state_dict().items()}
+    unfinished = file.with_name(file.name + ".part")
+    try:
+        save_file(state, unfinished, metadata={KEY: json.dumps(defense.recipe, default=_encode)})
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def find(name: str | Path) -> Path:
+    """The file itself, or the file of that name in the folder $PATCHCURE_HOME."""
+    places = [Path(name)]
+    if home := os.environ.get("PATCHCURE_HOME"):
+        places.append(Path(home) / name)
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " and ".join(str(place) for place in places)
+    raise FileNotFoundError(
+        f"There are no weights at {looked}. Give the path of a file written by patchcure.save or of a released "
+        "checkpoint (or put it in the folder $PATCHCURE_HOME); for an instance such as PCURE-ViT14x2-k9 give its "
+        "weights= too, or use patchcure.build for new weights."
+    )
+
+
+def _filled(recipe: dict[str, Any], tensors: Tensors, source: str) -> Defense:
+    """Build a defense without spending time on new weights, and give it these."""
+    with torch.device("meta"):
+        defense = build(**recipe)
+    fit(defense.model, tensors, source)
+    return defense
+
+
+def _recipe(file: Path) -> dict[str, Any] | None:
+    """What `save` noted about how to build the defense."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error}.") from error
+    recipe: dict[str, Any] | None = json.loads(metadata[KEY], object_hook=_decode) if KEY in metadata else None
+    return recipe
+
+
+def _encode(value: Any) -> dict[str, Any]:
+    """A threat or an operation as plain JSON."""
+    kind = type(value).__name__
+    if kind not in KINDS:
+        raise ValueError(f"{value!r} cannot be saved: only the operations of patchcure.operations can.")
+    return {"kind": kind, **{field.name: getattr(value, field.name) for field in fields(value)}}
+
+
+def _decode(value: dict[str, Any]) -> Any:
+    """The inverse of `_encode`."""
+    kind = value.pop("kind", None)
+    if kind is None:
+        return value
+    if "shapes" in value:
+        value["shapes"] = tuple((height, width) for height, width in value["shapes"])
+    return KINDS[kind](**value)
