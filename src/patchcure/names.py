@@ -218,7 +218,7 @@ def build(
     reach = threat.on_features(network.grid, network.corrupted)
     if mask_stride is None and masks_per_axis is None and _every_cell(network.grid, reach.footprints[0].extent):
         masks_per_axis = 6
-    masks = MaskSet.covering(reach, mask_stride or 1, masks_per_axis, rule.together)
+    masks = MaskSet.covering(reach, 1 if mask_stride is None else mask_stride, masks_per_axis, rule.together)
     defense = Defense(network, threat, masks, rule)
     model |= {"mean": network.mean.flatten().tolist(), "std": network.std.flatten().tolist()}
     defense.recipe = {**recipe, **{key: value for key, value in model.items() if key != "pretrained"}}

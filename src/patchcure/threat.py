@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from patchcure.geometry import Box, Grid, Interval, pair
@@ -151,7 +151,7 @@ class FeatureThreat:
     """The attacker as seen on the feature map: `count` boxes, each a footprint at one of its locations."""
 
     grid: Grid
-    footprints: tuple[Footprint, ...]
+    footprints: tuple[Footprint, ...] = field(repr=False)
     count: int = 1
 
     def locations(self) -> Iterable[Box]:

@@ -93,6 +93,12 @@ class SplitModel(nn.Module, ABC):
             rows += [self.masked(features, images[part], flat[part]) for part in group.split(self.max_jobs)]
         return torch.cat(rows)[order.argsort()]
 
+    def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
+        """What each cell alone says, for operations that aggregate cells; only where the whole network is SRF (k = L)."""
+        raise ValueError(
+            f"{type(self).__name__} gives logits of single cells only when it is split after its last layer."
+        )
+
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """The undefended model: no cell is hidden."""
         index = torch.arange(len(images), device=images.device)

@@ -199,6 +199,8 @@ class SplitResNet(SplitModel):
         k: the layer of the split, counted in convolutions on the main path.
     """
 
+    backbone: BagResNet
+
     def __init__(
         self,
         network: BagResNet,
@@ -234,6 +236,9 @@ class SplitResNet(SplitModel):
             logits: Tensor = self.backbone.fc(x.flatten(2).transpose(1, 2))
             return logits
         return x
+
+    def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
+        return features if self.whole else super().local_logits(features)
 
     def masked(
         self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]

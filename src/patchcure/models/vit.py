@@ -39,6 +39,8 @@ class SplitViT(SplitModel):
             released models under timm >= 0.9) or to the pooled token ``"after-pool"`` (under older timm)?
     """
 
+    backbone: VisionTransformer
+
     def __init__(
         self,
         backbone: VisionTransformer,
@@ -134,6 +136,11 @@ class SplitViT(SplitModel):
             logits: Tensor = vit.head(vit.head_drop(vit.fc_norm(vit.norm(x)).mean(1)))
             return logits
         return self._head(x.mean(1))
+
+    def local_logits(self, features: Float[Tensor, "b windows ..."]) -> Float[Tensor, "b windows classes"]:
+        if self.k < self.depth:
+            return super().local_logits(features)
+        return features if self.flavour == "published" else self._head(features)
 
     def _embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b rows cols d"]:
         vit: Any = self.backbone

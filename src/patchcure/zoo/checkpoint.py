@@ -79,7 +79,7 @@ def fit(model: SplitModel, tensors: Tensors, source: str, need_head: bool = True
         parts = [("it lacks", lacking), ("it also has", extra), ("other shapes:", shaped)]
         detail = "; ".join(f"{what} {_some(keys)}" for what, keys in parts if keys)
         raise ValueError(f"The weights in {source} do not fit {type(model).__name__}: {detail}.")
-    tensors = {key: value.to(own[key].dtype) for key, value in tensors.items()}
+    tensors = {key: value.to(own[key].dtype, copy=True) for key, value in tensors.items()}
     backbone.load_state_dict(tensors, assign=next(iter(own.values())).is_meta)
 
 

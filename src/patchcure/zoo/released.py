@@ -39,7 +39,7 @@ def instance(file: str, tensors: Tensors) -> tuple[str, dict[str, Any]]:
     raise ValueError(
         f"The name {file!r} does not say which model it holds. Released checkpoints are called like "
         "vitsrf14x2_split9_masked.pth.tar, vitlsrf14x2_masked.pth.tar, bagnet33_masked.pth.tar, mae_masked.pth.tar or "
-        "resnet50_masked.pth.tar; for any other file name the instance: patchcure.load('PCURE-ViT14x2-k9', weights=file)."
+        "resnet50_masked.pth.tar; for other files name the instance: patchcure.load('PCURE-ViT14x2-k9', weights=file)."
     )
 
 
