@@ -94,7 +94,7 @@ class SplitModel(nn.Module, ABC):
         return torch.cat(rows)[order.argsort()]
 
     def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
-        """What each cell alone says, for operations that aggregate cells; only where the whole network is SRF (k = L)."""
+        """What each cell alone says, for operations that aggregate cells (only at k = L)."""
         raise ValueError(
             f"{type(self).__name__} gives logits of single cells only when it is split after its last layer."
         )
