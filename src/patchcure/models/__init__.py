@@ -1,8 +1,9 @@
 """Networks that can be split: the contract, ViT, ResNet/BagNet, and any classifier at k = 0."""
 
+from patchcure.models.bagnet import BagResNet
 from patchcure.models.base import SplitModel
 from patchcure.models.classifier import AnyClassifier
-from patchcure.models.resnet import BagResNet, SplitResNet
+from patchcure.models.resnet import SplitResNet
 from patchcure.models.vit import SplitViT
 
 __all__ = ["AnyClassifier", "BagResNet", "SplitModel", "SplitResNet", "SplitViT"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +22,10 @@ ROUNDING = 256
 """A margin counts when it is above this many units of rounding of the largest logit (see `tolerance`)."""
 
 
+Detail = Literal["verdict", "locations", "margins"]
+"""How much a certificate tells of images that fail: only that they do, at which locations, or every margin."""
+
+
 class SecureOperation(Protocol):
     """Turns predictions under masks into a label that no patch can change, or into a proof of that."""
 
@@ -33,7 +37,13 @@ class SecureOperation(Protocol):
         ...
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """Proofs, from clean features and true labels."""
         ...

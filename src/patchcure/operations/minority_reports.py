@@ -13,6 +13,7 @@ from patchcure.certificate import ALARM, Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.operations.base import (
+    Detail,
     every_mask,
     largest_square,
     majority,
@@ -69,7 +70,13 @@ class MinorityReports:
         )
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the class. A vote counts as y, or as unheard, only where that is clear of rounding."""
         batch, count = len(features), len(masks)
