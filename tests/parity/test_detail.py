@@ -22,8 +22,7 @@ def test_early_stopping_changes_no_verdict(operation: DoubleMasking | Challenger
     threat = PatchThreat.square(2, image=(9, 8))
     masks = MaskSet.covering(threat.on_features(model.grid, model.corrupted), stride)
     defense = Defense(model, threat, masks, operation)
-    images = torch.rand(48, 3, 9, 8)
-    images = (images + images.roll(1, 0)).clamp(0, 1)
+    images = 0.45 + torch.linspace(0, 1, 48).view(-1, 1, 1, 1) * (torch.rand(48, 3, 9, 8) - 0.45)  # faint to strong
     labels = defense.predict(images).labels
     labels[::5] = (labels[::5] + 1) % 4
     all_margins, locations, verdict = (
