@@ -144,6 +144,10 @@ class BagResNet(nn.Module):
             x = block(x)
         return x
 
+    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """The undefended network."""
+        return self.lrf(self.srf(x))
+
     def lrf(self, x: Float[Tensor, "b d h w"]) -> Float[Tensor, "b classes"]:
         """The ResNet blocks, pooling and the classifier."""
         for block in self.blocks[self.bag_blocks :]:

@@ -88,8 +88,6 @@ class SplitModel(nn.Module, ABC):
         """
         prepared = self.prepare(features, len(images))
         flat = hidden.flatten(1)
-        if flat.is_meta:
-            return self.masked(prepared, images, flat)
         visible = (~flat).sum(1)
         if bool((visible == 0).any()):
             raise ValueError("A job hides every cell, so its prediction would mean nothing: use smaller masks.")
@@ -106,14 +104,28 @@ class SplitModel(nn.Module, ABC):
         )
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """The undefended model: no cell is hidden."""
-        index = torch.arange(len(images), device=images.device)
-        hidden = torch.zeros(len(images), self.grid.height, self.grid.width, dtype=torch.bool, device=images.device)
-        return self.logits(self.features(images), index, hidden)
+        """The undefended model: the same network with no cell hidden."""
+        return self.unmasked(self.features(images))
+
+    def unmasked(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b classes"]:
+        """The logits of all images with nothing hidden."""
+        device = job_device(features)
+        nothing = torch.zeros(len(features), self.grid.height, self.grid.width, dtype=torch.bool, device=device)
+        return self.logits(features, torch.arange(len(features), device=device), nothing)
+
+    def plain(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """The network that this model was made from, as its library runs it: what a defense is compared with."""
+        logits: Tensor = self.backbone(self.normalize(images))
+        return logits
 
     def normalize(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """Subtract the mean colour and divide by the standard deviation."""
         return (images - self.mean.to(images)) / self.std.to(images)
+
+
+def job_device(features: Tensor) -> torch.device:
+    """Where jobs are described: beside the features, but in real memory even if those are on the meta device."""
+    return torch.device("cpu") if features.is_meta else features.device
 
 
 def _runs(values: Int[Tensor, " j"]) -> list[int]:
@@ -141,7 +153,7 @@ def visible_sum(
     parts = order.split(torch.bincount(images, minlength=len(values)).tolist())
     sums = torch.cat([_sums(finite[index], hidden[part]) for index, part in enumerate(parts)])[order.argsort()]
     broken = ~usable.all(-1)
-    if not bool(broken.any()):
+    if sums.is_meta or not bool(broken.any()):
         return sums
     poisoned = (broken[images] & ~hidden.flatten(1)).any(1, keepdim=True)
     return torch.where(poisoned, torch.nan, sums)
@@ -158,7 +170,7 @@ def _sums(values: Float[Tensor, "cells d"], hidden: Bool[Tensor, "j h w"]) -> Fl
         patterns, which = torch.unique(hidden.flatten(0, 1), dim=0, return_inverse=True)
         if 4 * (len(patterns) * width + jobs) < jobs * width:
             rows = values.view(height, width, -1)
-            table = torch.matmul((~patterns).to(values.dtype), rows)
-            entry = torch.arange(height, device=values.device) * len(patterns) + which.view(jobs, height)
-            return torch.nn.functional.embedding_bag(entry, table.flatten(0, 1), mode="sum")
-    return (~hidden.flatten(1)).to(values.dtype) @ values
+            table = torch.matmul((~patterns).to(values), rows)
+            entry = torch.arange(height, device=which.device) * len(patterns) + which.view(jobs, height)
+            return torch.nn.functional.embedding_bag(entry.to(values.device), table.flatten(0, 1), mode="sum")
+    return (~hidden.flatten(1)).to(values) @ values

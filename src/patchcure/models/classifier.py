@@ -50,6 +50,6 @@ class AnyClassifier(SplitModel):
     def masked(
         self, prepared: Float[Tensor, "b c h w"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
     ) -> Float[Tensor, "j classes"]:
-        gone = hidden.view(-1, 1, self.grid.height, self.grid.width)
+        gone = hidden.view(-1, 1, self.grid.height, self.grid.width).to(prepared.device)
         logits: Tensor = self.backbone(torch.where(gone, 0, prepared[images]))
         return logits

@@ -84,8 +84,6 @@ def zero_hidden(
 
 def visible_windows(hidden: Bool[Tensor, "j windows"]) -> Int[Tensor, "j v"]:
     """The indices of the visible windows; every job leaves the same number of them."""
-    if hidden.is_meta:
-        return torch.zeros(hidden.shape, dtype=torch.long, device="meta")
     return (~hidden).nonzero()[:, 1].view(len(hidden), -1)
 
 

@@ -131,8 +131,8 @@ class SplitResNet(SplitModel):
     ) -> Float[Tensor, "j classes"]:
         boxes = hidden.view(-1, self.grid.height, self.grid.width)
         if not isinstance(prepared, Cells):
-            return self.network.lrf(torch.where(boxes[:, None], 0, prepared[images]))
-        count = (~hidden).sum(1, keepdim=True)
+            return self.network.lrf(torch.where(boxes[:, None].to(prepared.device), 0, prepared[images]))
+        count = (~hidden).sum(1, keepdim=True).to(prepared.values)
         mean = visible_sum(prepared.values, images, boxes) / count
         logits: Tensor = mean if prepared.classified else self.backbone.fc(mean)
         return logits * count if self.flavour == "published" else logits

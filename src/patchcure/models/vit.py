@@ -139,7 +139,9 @@ class SplitViT(SplitModel):
         vit: Any = self.backbone
         if self.k == self.depth:
             total = visible_sum(prepared, images, hidden.view(-1, self.grid.height, self.grid.width))
-            return total if self.flavour == "published" else self._head(total / (~hidden).sum(1, keepdim=True))
+            return (
+                total if self.flavour == "published" else self._head(total / (~hidden).sum(1, keepdim=True).to(total))
+            )
         if self.flavour == "ours":
             return self._head(drop_hidden(vit.blocks[self.k :], prepared, images, hidden))
         tokens, counts = zero_hidden(vit.blocks[self.k :], prepared, images, hidden)

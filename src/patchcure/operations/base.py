@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
 from patchcure.masks import MaskSet
-from patchcure.models.base import SplitModel
+from patchcure.models.base import SplitModel, job_device
 from patchcure.threat import PatchThreat
 
 HIDDEN_BYTES = 1 << 26
@@ -74,7 +74,7 @@ def masked_logits(
     second: Int[Tensor, " j"],
 ) -> Iterator[tuple[slice, Float[Tensor, "part classes"]]]:
     """The logits of image ``images[j]`` under masks ``first[j]`` and ``second[j]``, in parts of bounded memory."""
-    table = masks.hidden.to(features.device)
+    table = masks.hidden.to(job_device(features))
     size = max(1, HIDDEN_BYTES // masks.grid.cells)
     for start in range(0, len(images), size):
         part = slice(start, min(start + size, len(images)))
@@ -102,8 +102,9 @@ def masked_labels(
 
 def every_mask(features: Tensor, masks: MaskSet) -> tuple[Int[Tensor, " j"], Int[Tensor, " j"]]:
     """The jobs of the first round: every image with every mask."""
-    images = torch.arange(len(features), device=features.device).repeat_interleave(len(masks))
-    return images, torch.arange(len(masks), device=features.device).repeat(len(features))
+    device = job_device(features)
+    images = torch.arange(len(features), device=device).repeat_interleave(len(masks))
+    return images, torch.arange(len(masks), device=device).repeat(len(features))
 
 
 def majority(votes: Int[Tensor, "b m"], num_classes: int) -> Int[Tensor, " b"]:

@@ -52,7 +52,7 @@ class DoubleMasking:
         if self.reference == "majority":
             reference = majority(votes, model.num_classes)
         else:
-            reference = _unmasked(model, features)
+            reference = model.unmasked(features).argmax(1)
             evaluations += 1
         disagreeing = votes != reference[:, None]
         labels, decided = reference.clone(), disagreeing.clone()
@@ -89,12 +89,6 @@ class DoubleMasking:
     ) -> Certificate:
         """See the proof above and `certify_pairs`."""
         return certify_pairs(model, features, masks, threat, labels, detail)
-
-
-def _unmasked(model: SplitModel, features: Tensor) -> Int[Tensor, " b"]:
-    hidden = torch.zeros(len(features), model.grid.height, model.grid.width, dtype=torch.bool, device=features.device)
-    logits = model.logits(features, torch.arange(len(features), device=features.device), hidden)
-    return logits.argmax(1)
 
 
 def _second_round(
