@@ -32,6 +32,10 @@ class SecureOperation(Protocol):
     together: ClassVar[int]
     """How many masks are applied at once: 2 for two rounds, 1 for one round."""
 
+    def worst_evaluations(self, masks: int) -> int:
+        """How often an attacker can make the LRF part run for one image."""
+        ...
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """Labels with their evidence, from features that may be attacked."""
         ...
