@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
@@ -43,8 +44,8 @@ ARCHITECTURE: dict[str, Any] = {
     "num_heads": 4,
     "mlp_ratio": 2,
 }
-Task = Callable[[Tensor], Tensor]
-"""Images to logits under random masks."""
+Task = Callable[[Tensor, Tensor], Tensor]
+"""Images and labels to the loss under random masks."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Recipe:
     Args:
         pixel: share of the batches with pixel masks.
         hard: share of the other batches with two masks that do not overlap; the rest have masks that do, or none.
+        draws: how many pairs of masks are drawn for each image; it learns from the one with the largest loss.
         jitter: strength of the random rotations, shears, scales and shifts.
         average: decay of the average of the weights.
         position: standard deviation of new position embeddings; timm's 0.02 learns slowly where tokens are so small.
@@ -67,7 +69,8 @@ class Recipe:
     clip: float = 1.0
     pixel: float = 0.4
     hard: float = 0.6
-    jitter: float = 0.05
+    draws: int = 3
+    jitter: float = 0.04
     average: float = 0.997
     position: float = 0.5
     seed: int = 0
@@ -85,13 +88,13 @@ def train(images: Tensor, labels: Tensor, recipe: Recipe) -> Any:
         lambda step: min(1.0, step / recipe.warmup) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps)),
     )
     split = [hidden_windows(demo.split_vit(network, demo.WINDOW, k), recipe) for k in range(len(network.blocks) + 1)]
-    pixel = hidden_pixels(network)
+    pixel = hidden_pixels(network, recipe)
     start = time.perf_counter()
     network.train()
     for step in range(recipe.steps):
         task = pixel if torch.rand(()) < recipe.pixel else split[int(torch.randint(len(split), ()))]
         chosen = torch.randint(len(images), (recipe.batch,))
-        loss = cross_entropy(task(jittered(images[chosen], recipe.jitter)), labels[chosen])
+        loss = task(jittered(images[chosen], recipe.jitter), labels[chosen])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), recipe.clip)
@@ -111,26 +114,45 @@ def hidden_windows(model: SplitViT, recipe: Recipe) -> Task:
     sizes = pairs.sum((1, 2))
     groups = [pairs[sizes == size] for size in sizes.unique().flip(0)]
 
-    def logits(images: Tensor) -> Tensor:
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
         group = groups[0 if torch.rand(()) < recipe.hard else int(torch.randint(len(groups), ()))]
-        hidden = group[torch.randint(len(group), (len(images),))]
-        return model.logits(model.features(images), torch.arange(len(images)), hidden)
+        features, every = model.features(images), torch.arange(len(images))
+        hidden = worst(
+            group[torch.randint(len(group), (recipe.draws, len(images)))],
+            lambda hidden: cross_entropy(model.logits(features, every, hidden), labels, reduction="none"),
+        )
+        return cross_entropy(model.logits(features, every, hidden), labels)
 
-    return logits
+    return loss
 
 
-def hidden_pixels(network: Any) -> Task:
+def hidden_pixels(network: Any, recipe: Recipe) -> Task:
     """Two masks in the mean colour on the pixels; none for one image in six."""
     model = demo.masked_pixels(network)
     masks = MaskSet.covering(demo.THREAT.on_features(model.grid, model.corrupted), demo.PIXEL_STRIDE).hidden
 
-    def logits(images: Tensor) -> Tensor:
-        first, second = torch.randint(len(masks), (2, len(images)))
-        hidden = (masks[first] | masks[second]) & (torch.rand(len(images)) > 1 / 6)[:, None, None]
-        seen: Tensor = model.backbone(torch.where(hidden[:, None], 0, model.features(images)))
-        return seen
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        def logits(hidden: Tensor) -> Tensor:
+            seen: Tensor = model.backbone(torch.where(hidden[:, None], 0, features))
+            return seen
 
-    return logits
+        features = model.features(images)
+        first, second = torch.randint(len(masks), (2, recipe.draws, len(images)))
+        hidden = worst(
+            masks[first] | masks[second], lambda hidden: cross_entropy(logits(hidden), labels, reduction="none")
+        )
+        return cross_entropy(logits(hidden & (torch.rand(len(images)) > 1 / 6)[:, None, None]), labels)
+
+    return loss
+
+
+def worst(drawn: Bool[Tensor, "draws b h w"], losses: Callable[[Tensor], Tensor]) -> Bool[Tensor, "b h w"]:
+    """For each image that of its drawn masks under which the loss is largest."""
+    if len(drawn) == 1:
+        return drawn[0]
+    with torch.no_grad():
+        largest = torch.stack([losses(hidden) for hidden in drawn]).argmax(0)
+    return drawn[largest, torch.arange(drawn.shape[1])]
 
 
 def jittered(images: Tensor, strength: float) -> Tensor:

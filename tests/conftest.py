@@ -126,7 +126,7 @@ def by_cell(model: SplitModel, features: Tensor) -> Tensor:
     grid = (model.grid.height, model.grid.width)
     if features.ndim == 4 and tuple(features.shape[2:]) == grid and features.shape[1] != model.grid.cells:
         return features.permute(0, 2, 3, 1)
-    return features.unflatten(1, grid).flatten(3) if features.ndim > 3 else features.unflatten(1, grid)
+    return features.reshape(len(features), *grid, -1)
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_timms_evaluation_transform(height: int, width: int) -> None:
     pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
     def run(array: np.ndarray) -> Tensor:
-        result: Tensor = transform(Image.fromarray(array))  # type: ignore[operator,assignment]
+        result: Tensor = transform(Image.fromarray(array))
         return result
 
     for box in (Box(*corners) for corners in BOXES):
@@ -169,7 +169,7 @@ def test_the_scaled_patch_alone_is_not_enough(build: dict[str, Callable[..., Spl
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="expected one of .*bicubic.*, got 'nearest'"):
+    with pytest.raises(ValueError, match=r"expected one of .*bicubic.*, got 'nearest'"):
         Resize(Grid(8, 8), Grid(16, 16), interpolation="nearest")
     with pytest.raises(ValueError, match="does not fit in the resized image"):
         Resize(Grid(8, 8), Grid(16, 16), scaled=Grid(16, 12))

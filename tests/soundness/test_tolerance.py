@@ -116,9 +116,7 @@ def test_logits_agree_with_more_threads(family: SplitModel) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not WEIGHTS.exists(), reason=f"no {WEIGHTS}")
 @pytest.mark.parametrize("flavour", ["ours", "published"])
-def test_logits_agree_with_trained_weights(
-    flavour: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_logits_agree_with_trained_weights(flavour: str, record_property: Callable[[str, object], None]) -> None:
     """Trained weights amplify rounding more than random ones; zero tokens, which these never saw, most of all."""
     ensure_torchvision()
     from safetensors.torch import load_file

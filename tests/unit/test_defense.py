@@ -76,7 +76,7 @@ def test_wrong_labels(defense: Defense, labels: list[Any], message: str) -> None
 def test_training_mode_is_refused(defense: Defense) -> None:
     defense.train()
     for call in (lambda: defense.predict(GOOD), lambda: defense.certify(GOOD, torch.tensor([0, 0]))):
-        with pytest.raises(ValueError, match="training mode.*eval"):
+        with pytest.raises(ValueError, match=r"training mode.*eval"):
             call()
 
 
@@ -132,7 +132,7 @@ def test_threat_and_model_must_agree() -> None:
     with pytest.raises(ValueError, match="reads images of 8x8 but the threat ends on 9x9 pixels"):
         Defense(linear(), PatchThreat.square(2, 9))
     small = PatchThreat.square(1, 8)
-    with pytest.raises(ValueError, match="PatchThreat.before"):
+    with pytest.raises(ValueError, match=r"PatchThreat\.before"):
         Defense(linear(16), small)
     assert Defense(linear(16), small.before(Resize(Grid(8, 8), Grid(16, 16)))).threat.target == Grid(16, 16)
 
@@ -146,7 +146,7 @@ def test_masks_for_another_threat_are_refused() -> None:
     for given in (masks(1), masks(2)):
         with pytest.raises(ValueError, match="do not cover the threat"):
             Defense(model, PatchThreat.square(3, 8), given)
-    with pytest.raises(ValueError, match="do not cover the threat: .*Box.* and Box"):
+    with pytest.raises(ValueError, match=r"do not cover the threat: .*Box.* and Box"):
         Defense(model, PatchThreat.square(1, 8, count=2), masks(1))
     larger = Defense(model, PatchThreat.square(1, 8), masks(2))
     assert larger.masks.threat.footprints[0].extent == (1, 1), "smaller patches than designed for are welcome"
