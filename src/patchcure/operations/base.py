@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
-from patchcure.masks import MaskSet
+from patchcure.masks import Coverage, MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.threat import PatchThreat
 
@@ -53,6 +53,13 @@ def margins(logits: Float[Tensor, "j classes"], labels: Int[Tensor, " j"]) -> Fl
     """The logit of the label minus the largest other logit."""
     own = logits.gather(1, labels[:, None])
     return (own[:, 0] - logits.scatter(1, labels[:, None], -torch.inf).amax(1)).to(logits.dtype)
+
+
+def confidence(logits: Float[Tensor, "j classes"], shift: Float[Tensor, " j"] | float = 0.0) -> Float[Tensor, " j"]:
+    """The largest softmax probability, if its logit were higher by `shift` beside all the others."""
+    top, best = logits.double().max(1, keepdim=True)
+    others = logits.double().scatter(1, best, -torch.inf).logsumexp(1)
+    return torch.sigmoid(top[:, 0] - others + shift)
 
 
 def masked_logits(
@@ -123,14 +130,17 @@ def safe_groups(trusted: Bool[Tensor, "b m"], covers: Bool[Tensor, "g m"]) -> Bo
 
 
 def safe_maps(trusted: Bool[Tensor, "b m"], masks: MaskSet) -> tuple[Bool[Tensor, "b rows cols"], ...]:
-    """For each shape, the locations that are safe (with K patches: wherever the other patches are)."""
-    coverage = masks.coverage
-    unsafe = ~safe_groups(trusted, coverage.covers)
-    members = coverage.members.to(trusted.device)
-    singles = torch.zeros(len(trusted), int(members.max()) + 1, dtype=torch.bool, device=trusted.device)
+    """For each shape, the locations that some trusted mask hides (with K patches: wherever the other patches are)."""
+    return location_maps(safe_groups(trusted, masks.coverage.covers), masks.coverage)
+
+
+def location_maps(safe: Bool[Tensor, "b g"], coverage: Coverage) -> tuple[Bool[Tensor, "b rows cols"], ...]:
+    """For each shape, the locations of which every group of placements is safe."""
+    members = coverage.members.to(safe.device)
+    singles = torch.zeros(len(safe), int(members.max()) + 1, dtype=torch.bool, device=safe.device)
     for column in members.T:
-        singles |= _spread(unsafe, column, singles.shape[1])
-    return tuple(~singles[:, where.to(trusted.device)] for where in coverage.maps)
+        singles |= _spread(~safe, column, singles.shape[1])
+    return tuple(~singles[:, where.to(safe.device)] for where in coverage.maps)
 
 
 def _spread(flags: Bool[Tensor, "b g"], target: Int[Tensor, " g"], size: int) -> Bool[Tensor, "b size"]:
