@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -21,6 +21,9 @@ cells writes into them. Above zero: it wins, clear of rounding. To own fewer cel
 
 TOGETHER = 1024
 """How many sets of owned cells are looked at together; bounds the memory."""
+
+SUMS = 1 << 23
+"""How many sums outside windows are held at once; bounds the memory."""
 
 
 def local_logits(model: SplitModel, features: Tensor) -> Float[Tensor, "b cells classes"]:
@@ -48,16 +51,24 @@ def sum_rounding(local: Float[Tensor, "cells classes"]) -> Float[Tensor, ""]:
     return (rounding(local) + len(local) * torch.finfo(local.dtype).eps * largest).sum()
 
 
-def outside(values: Float[Tensor, "cells classes"], windows: Bool[Tensor, "m cells"]) -> Float[Tensor, "m classes"]:
-    """The sum over the cells outside each window, never as the total minus the window.
+def outside(
+    values: Float[Tensor, "b cells classes"], windows: Bool[Tensor, "m cells"]
+) -> Iterator[Float[Tensor, "part m classes"]]:
+    """The sums over the cells outside each window, a few images at a time; never as the total minus the window.
 
     What is in a window cannot leak: it is finite, finite times zero is exactly zero, and adding zero changes no sum.
 
-    >>> outside(torch.tensor([[1.0], [2.0], [3e38]]), torch.tensor([[False, False, True], [True, False, True]]))
-    tensor([[3.],
-            [2.]])
+    >>> values, windows = (
+    ...     torch.tensor([[[1.0], [2.0], [3e38]]]),
+    ...     torch.tensor([[False, False, True], [True, False, True]]),
+    ... )
+    >>> torch.cat(list(outside(values, windows)))
+    tensor([[[3.],
+             [2.]]])
     """
-    return (~windows).to(values.dtype) @ values
+    shown = (~windows).to(values.dtype)
+    for part in values.split(max(1, SUMS // (len(windows) * values.shape[2]))):
+        yield shown @ part
 
 
 def without_owned(values: Float[Tensor, "cells classes"], owned: Bool[Tensor, "g cells"]) -> Float[Tensor, "g classes"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,8 +48,11 @@ class LocalDetection:
         """The label of each image, -1 for an alarm; a vote is the label without one window."""
         local = local_logits(model, features)
         labels = _finite(local.mean(1)).argmax(1)
-        left = torch.cat([_without(u, masks) for u in local])
-        votes, heard = left.argmax(1).view(len(local), -1), (confidence(left) > self.tau).view(len(local), -1)
+        parts = [
+            (left.argmax(2), confidence(left.flatten(0, 1)).view(left.shape[:2])) for left in _without(local, masks)
+        ]
+        votes, sure = (torch.cat(column) for column in zip(*parts, strict=True))
+        heard = sure > self.tau
         alarm = (heard & (votes != labels[:, None])).any(1)
         return window_prediction(torch.where(alarm, ALARM, labels), votes, labels, alarm, model, masks)
 
@@ -75,7 +79,7 @@ class LocalDetection:
         self, local: Float[Tensor, "cells classes"], label: Int[Tensor, ""], masks: MaskSet
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Is the clean label right; and for each window: is it heard for y, does it not alarm, and its margin."""
-        left, slack = _without(local, masks), 2 * sum_rounding(local) / len(local)
+        left, slack = next(_without(local[None], masks))[0], 2 * sum_rounding(local) / len(local)
         margin = margins(left, label.expand(len(left)))
         agrees = margin > slack
         right = margins(_finite(local.mean(0, keepdim=True)), label[None])[0] > slack
@@ -87,12 +91,13 @@ class LocalDetection:
         )
 
 
-def _without(local: Float[Tensor, "cells classes"], masks: MaskSet) -> Float[Tensor, "m classes"]:
-    """g(W) for every window."""
-    return _finite(outside(local, windows_of(masks, local.device)) / len(local))
+def _without(local: Float[Tensor, "b cells classes"], masks: MaskSet) -> Iterator[Float[Tensor, "part m classes"]]:
+    """g(W) for every window, a few images at a time."""
+    for left in outside(local, windows_of(masks, local.device)):
+        yield _finite(left / local.shape[1])
 
 
-def _finite(logits: Float[Tensor, "j classes"]) -> Float[Tensor, "j classes"]:
+def _finite(logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     if not bool(logits.isfinite().all()):
         raise FloatingPointError("The sum of local logits overflows, so there is no label to trust: check the weights.")
     return logits

@@ -46,15 +46,13 @@ class RobustMasking:
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image; a vote is the label without one window."""
-        windows = windows_of(masks, features.device)
-        labels, votes = [], []
-        for local in local_logits(model, features):
-            left = outside(local.clamp(min=0), windows)
-            labels.append(left.amin(0).argmax())
-            votes.append(left.argmax(1))
-        answer = torch.stack(labels)
-        alarm = torch.zeros_like(answer, dtype=torch.bool)
-        return window_prediction(answer, torch.stack(votes), answer, alarm, model, masks)
+        evidence = local_logits(model, features).clamp(min=0)
+        parts = [
+            (left.amin(1).argmax(1), left.argmax(2)) for left in outside(evidence, windows_of(masks, evidence.device))
+        ]
+        labels, votes = (torch.cat(column) for column in zip(*parts, strict=True))
+        alarm = torch.zeros_like(labels, dtype=torch.bool)
+        return window_prediction(labels, votes, labels, alarm, model, masks)
 
     def certify(
         self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
