@@ -115,13 +115,9 @@ def test_detection_needs_more_than_tau() -> None:
     assert predict(defense, clean) == 0
     attacked = clean.clone()
     attacked[4] = torch.tensor([0.0, 9.0])
-    alone = defense.operation.predict(defense.model, attacked[None], defense.masks)
-    assert int(alone.votes[0, 4]) == 0
-    others = attacked.clone()
-    others[4, 1] = 1e-3  # unsure everywhere: nobody is heard
-    mild = LocalDetection(tau=0.6).predict(defense.model, others[None], defense.masks)
-    assert int(mild.labels) == 1 and not bool(mild.alarm)
-    assert int(alone.labels) == 1 and not bool(alone.alarm), "a wrong label, without an alarm"
+    found = defense.operation.predict(defense.model, attacked[None], defense.masks)
+    assert int(found.votes[0, 4]) == 0, "the window over the patch still says 0, but unheard"
+    assert int(found.labels) == 1 and not bool(found.alarm), "a wrong label, without an alarm"
     assert not certify(defense, clean, 0)
 
 
@@ -131,30 +127,33 @@ def subtracting(local: Tensor, windows: Tensor) -> Tensor:
     return (evidence.sum(0) - (windows.float() @ evidence)).amin(0)
 
 
+def published_leads(local: Tensor, windows: Tensor) -> Tensor:
+    """The paper's certificate for label 0 against label 1, with public arithmetic: all of these must be above zero."""
+    evidence = local.clamp(min=0)
+    rest = torch.where(windows, 0, evidence[:, 0])
+    least = (rest.sum(1, keepdim=True) - rest @ windows.float().T).amin(1)
+    return least - (evidence[:, 1].sum() - windows.float() @ evidence[:, 1])
+
+
 def test_total_minus_window_breaks_robust_masking() -> None:
-    """In float32 the scores of large numbers keep a rest of them: a published certificate with a small lead falls."""
+    """In float32 a score keeps a rest of the large numbers that were taken away: a published certificate falls."""
     defense = cells(RobustMasking(), 12, 4, 2)
     windows = defense.masks.hidden.flatten(1)
     claimed = broken = 0
-    for seed in range(60):
+    for seed in range(20):
         random = torch.Generator().manual_seed(seed)
         local = torch.rand(144, 1, generator=random).repeat(1, 2)
-        local[:, 0] += 0.9 + 1e-2 * torch.rand((), generator=random)
-        evidence = local.clamp(min=0)
-        total = evidence.sum(0)
-        rows = []
-        for window in windows:  # the paper's certificate with public arithmetic
-            rest = torch.where(window, 0, evidence[:, 0])
-            least = (rest.sum() - (windows.float() @ rest)).amin()
-            rows.append(bool(least > total[1] - evidence[window, 1].sum()))
-        if not all(rows):
-            continue
-        claimed += 1
-        attacked = local.clone()
-        attacked[windows[40]] = torch.tensor([0.0, 3e9])
-        broken += int(subtracting(attacked, windows).argmax()) != 0
-        assert predict(defense, attacked) == 0, "ours never adds what it then takes away"
-    assert claimed > 20 and broken > claimed // 4, (claimed, broken)
+        while not bool((published_leads(local, windows) > 0).all()):  # raise label 0 until it is just certified
+            local[:, 0] += 0.01
+        weakest = windows[published_leads(local, windows).argmin()]
+        for _ in range(8):
+            attacked = local.clone()
+            attacked[weakest, 0] = 0
+            attacked[weakest, 1] = 3e7 * torch.rand(16, generator=random)
+            claimed += 1
+            broken += int(subtracting(attacked, windows).argmax()) != 0
+            assert predict(defense, attacked) == 0, "ours never adds what it then takes away"
+    assert broken > 10, (claimed, broken)
 
 
 @pytest.mark.parametrize("label", [0, 1])

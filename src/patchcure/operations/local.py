@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import combinations_with_replacement
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from patchcure.certificate import Certificate, Prediction
+from patchcure.geometry import Interval
 from patchcure.masks import Coverage, MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.operations.base import location_maps, suspicion, tolerance
@@ -92,18 +95,40 @@ def windows_of(masks: MaskSet, device: torch.device) -> Bool[Tensor, "m cells"]:
 def ownership(threat: FeatureThreat) -> Coverage:
     """Every distinct set of cells that the patches may own, with the placements that own it.
 
-    It is the coverage by the masks that hide all cells but one: such a mask hides the patches exactly if they do not
-    own its cell. So ``~ownership(threat).covers`` has one row for each distinct set, true where a cell is owned; real
-    intersections, and unions for several patches.
+    Written as the coverage by the masks that hide all cells but one: such a mask hides the patches exactly if they do
+    not own its cell. So ``~ownership(threat).covers`` has one row for each distinct set, true where a cell is owned:
+    the corrupted boxes themselves, and their unions for several patches.
 
     >>> from patchcure import Grid
     >>> threat = PatchThreat.square(2, image=4).on_features(Grid(2, 2), lambda box: box.intersect(Grid(2, 2).box))
-    >>> (~ownership(threat).covers).sum(1).unique()
-    tensor([0, 1, 2, 4])
+    >>> (~ownership(threat).covers).sum(1)
+    tensor([0, 1, 2, 2, 4])
     """
-    cells = threat.grid.cells
-    others = ~torch.eye(cells, dtype=torch.bool, device="cpu").view(cells, threat.grid.height, threat.grid.width)
-    return Coverage.of(others, threat)
+    spans = [[_distinct(intervals) for intervals in (f.rows, f.cols)] for f in threat.footprints]
+    corners = [
+        np.stack(np.broadcast_arrays(*rows.T[:, :, None], *cols.T[:, None, :]), -1) for (rows, _), (cols, _) in spans
+    ]
+    boxes = np.concatenate([corner.reshape(-1, 4) for corner in corners])
+    boxes[(boxes[:, 0] >= boxes[:, 1]) | (boxes[:, 2] >= boxes[:, 3])] = 0
+    boxes, box_of = np.unique(boxes, axis=0, return_inverse=True)
+    maps, start = [], 0
+    for corner, ((_, row_of), (_, col_of)) in zip(corners, spans, strict=True):
+        stop = start + corner.shape[0] * corner.shape[1]
+        maps.append(torch.from_numpy(box_of.reshape(-1)[start:stop].reshape(corner.shape[:2])[row_of[:, None], col_of]))
+        start = stop
+    rows, cols = np.arange(threat.grid.height), np.arange(threat.grid.width)
+    in_rows = (boxes[:, :1] <= rows) & (rows < boxes[:, 1:2])
+    in_cols = (boxes[:, 2:3] <= cols) & (cols < boxes[:, 3:])
+    owned = (in_rows[:, :, None] & in_cols[:, None, :]).reshape(len(boxes), -1)
+    members = np.array(list(combinations_with_replacement(range(len(boxes)), threat.count)))
+    together = owned[members].any(1)
+    return Coverage(torch.from_numpy(~together), torch.from_numpy(members), tuple(maps), bare=None)
+
+
+def _distinct(intervals: Sequence[Interval]) -> tuple[Int[np.ndarray, "u 2"], Int[np.ndarray, " n"]]:
+    """The distinct intervals, and which of them each interval is."""
+    values, inverse = np.unique(np.asarray(intervals), axis=0, return_inverse=True)
+    return values, inverse.reshape(-1)
 
 
 def certify_owned(
