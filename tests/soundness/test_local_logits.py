@@ -106,7 +106,7 @@ CASES = {
     "two shapes": Case((3, 4), ((1, 2), (2, 1))),
     "smaller than designed for": Case((4, 4), ((1, 1),), designed_for=(2, 2)),
     "two patches": Case((1, 8), ((1, 1),), count=2),
-    "two patches, overlapping fields": Case((1, 14), ((1, 1),), size=2, count=2),
+    "two patches, overlapping fields": Case((1, 13), ((1, 1),), size=2, count=2),
 }
 
 
@@ -145,7 +145,7 @@ def test_no_patch_breaks_a_certificate(name: str, rule: str, record_property: Ca
     assert isinstance(model, LetterModel)
     where = list(placements(threat))
     tried = certified = proved = 0
-    for seed in range(20):
+    for seed in range(14):
         model.draw(seed)
         random = torch.Generator().manual_seed(seed)
         share = 0.8 * torch.rand((), generator=random)
@@ -168,7 +168,7 @@ def test_no_patch_breaks_a_certificate(name: str, rule: str, record_property: Ca
         tried += len(wrong)
         certified += int(proof.certified)
     record_property("attacks", tried)
-    assert certified >= 1 and proved > 10 and tried > 300, "the test would be vacuous"
+    assert certified >= 1 and proved > 10 and tried > 200, "the test would be vacuous"
 
 
 def owned_cells(model: SplitModel, patches: list[Box]) -> Tensor:
@@ -189,15 +189,17 @@ def pushed(local: Tensor, owned: Tensor, label: int) -> Tensor:
 
 
 def random_locals(seed: int, cells: int, classes: int, label: int, rule: str) -> Tensor:
-    """Local logits with a strong, a weak or no lead of the label; in double precision, so that none is a near tie."""
+    """The lead of the label grows with the seed, from none at 0; in double precision, so that nothing is a near tie."""
     random = torch.Generator().manual_seed(seed)
     local = torch.randn(cells, classes, generator=random, dtype=torch.float64)
-    local[:, label] += 8 * torch.rand((), generator=random) - 1
+    local[:, label] += 0.75 * seed - 1
     if rule == "robust masking":
         return local.abs()  # without evidence at all, labels would tie at zero
     if rule == "region votes":
         return local - 1.5 * torch.rand((), generator=random)
-    return 40 * local + 20 if rule == "clipped mean" else local
+    if rule == "clipped mean":
+        return 100 * (local - 0.3 * seed) + 20
+    return local
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -214,7 +216,7 @@ def test_ownership_is_what_each_location_corrupts(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("label", [0, 1, 3])
+@pytest.mark.parametrize("label", [0, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_the_strongest_attack_succeeds_exactly_where_nothing_is_claimed(name: str, label: int, rule: str) -> None:
     """Soundness for every rule; and for the exact ones, a location that is not certified can really be broken."""
@@ -223,7 +225,7 @@ def test_the_strongest_attack_succeeds_exactly_where_nothing_is_claimed(name: st
     where = list(placements(threat))
     owned = [owned_cells(model, boxes(threat, place)) for place in where]
     claimed = refused = 0
-    for seed in range(24):
+    for seed in range(12):
         local = random_locals(seed, model.grid.cells, 4, label, rule)
         proof = operation.certify(model, local[None], defense.masks, threat, torch.tensor([label]))
         attacks = torch.cat([pushed(local, cells, label) for cells in owned])
@@ -238,7 +240,7 @@ def test_the_strongest_attack_succeeds_exactly_where_nothing_is_claimed(name: st
             if rule in EXACT:
                 assert torch.equal(safe[0], ~lost)
             claimed, refused = claimed + int(safe.sum()), refused + int((~safe).sum())
-    assert claimed > 10 and refused > 5
+    assert claimed > 5 and refused > 5
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -246,7 +248,7 @@ def test_the_largest_patch_is_safe_and_the_next_is_not(rule: str) -> None:
     defense = Case((7, 9), ((3, 3),), size=2).defense(RULES[rule])
     model, operation = defense.model, defense.operation
     found = set()
-    for seed in range(16):
+    for seed in range(12):
         local = random_locals(seed, model.grid.cells, 3, 0, rule)
         proof = operation.certify(model, local[None], defense.masks, defense.threat, torch.tensor([0]))
         largest = int(proof.largest_patch)
