@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 
 from patchcure.certificate import ALARM
 from patchcure.defense import Defense
-from patchcure.geometry import Box, Grid
 from patchcure.threat import PatchThreat
 
 
@@ -141,7 +140,7 @@ class _Victim:
 
 
 def placements(threat: PatchThreat, most: int, random: torch.Generator) -> Bool[Tensor, "n h w"]:
-    """The pixels of every placement of the threat's patches, or of a random choice of `most` of them.
+    """The pixels of every placement of the threat's patches, or of `most` random ones if there are more.
 
     >>> placements(PatchThreat.square(2, image=8), 64, torch.Generator()).shape
     torch.Size([49, 8, 8])
@@ -154,26 +153,20 @@ def placements(threat: PatchThreat, most: int, random: torch.Generator) -> Bool[
         chosen = torch.randint(sum(sizes), (most, threat.count), generator=random)
     places = torch.zeros(len(chosen), image.height, image.width, dtype=torch.bool)
     for place, numbers in zip(places, chosen.tolist(), strict=True):
-        for box in (_box(number, threat, sizes) for number in numbers):
-            place[box.top : box.bottom, box.left : box.right] = True
+        for number in numbers:
+            shape = 0
+            while number >= sizes[shape]:  # counted over shapes, then rows, then columns
+                number -= sizes[shape]
+                shape += 1
+            height, width = threat.shapes[shape]
+            top, left = divmod(number, image.width - width + 1)
+            place[top : top + height, left : left + width] = True
     return places
 
 
-def _box(number: int, threat: PatchThreat, sizes: list[int]) -> Box:
-    """The patch with this number, counted over shapes, then rows, then columns."""
-    for (height, width), size in zip(threat.shapes, sizes, strict=True):
-        if number < size:
-            top, left = divmod(number, threat.image.width - width + 1)
-            return Box(top, left, top + height, left + width)
-        number -= size
-    raise IndexError(number)
-
-
 def _check(images: Tensor, labels: Tensor, threat: PatchThreat) -> None:
-    if images.ndim != 4 or Grid.of((images.shape[2], images.shape[3])) != threat.image:
-        raise ValueError(
-            f"The threat's image has {threat.image.height}x{threat.image.width} pixels: expected a batch of such "
-            f"images, got shape {tuple(images.shape)}."
-        )
+    height, width = threat.image.height, threat.image.width
+    if images.ndim != 4 or tuple(images.shape[2:]) != (height, width):
+        raise ValueError(f"Expected a batch of images of {height}x{width} pixels, got shape {tuple(images.shape)}.")
     if labels.shape != images.shape[:1] or labels.is_floating_point():
         raise ValueError(f"Expected one whole-number label for each of the {len(images)} images, got {labels}.")

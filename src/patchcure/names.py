@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from patchcure._torchvision import ensure_torchvision
 from patchcure.defense import Defense
@@ -67,6 +68,12 @@ class ViTName:
     size: str
     window: tuple[int, int]
     k: int
+    operation: ClassVar[str] = "double-masking"
+
+    @property
+    def layers(self) -> int:
+        """L, the largest k."""
+        return 24 if self.size == "L" else 12
 
     def __str__(self) -> str:
         size = "" if self.size == "B" else f"-{self.size}-"
@@ -93,6 +100,12 @@ class BagName:
     field: int
     depth: int
     k: int
+    operation: ClassVar[str] = "double-masking"
+
+    @property
+    def layers(self) -> int:
+        """L, the largest k (0 if there is no such network)."""
+        return DESIGNS[self.depth].layers if self.depth in DESIGNS else 0
 
     def __str__(self) -> str:
         depth = "" if self.depth == 50 else f"-R{self.depth}"
@@ -130,6 +143,7 @@ class CleanserName:
     """PatchCleanser-ViT-B, PatchCleanser-ResNet50, PatchCleanser-<timm name>: masks on the pixels."""
 
     network: str
+    operation: ClassVar[str] = "double-masking"
 
     def __str__(self) -> str:
         return f"PatchCleanser-{self.network}"
@@ -144,7 +158,35 @@ class CleanserName:
         return AnyClassifier(network, size, classes, mean, std, **_jobs(options))
 
 
-Name = ViTName | BagName | CleanserName
+LOCAL_RULES = {
+    "BagCert": "region-votes",
+    "CBN": "clipped-mean",
+    "PatchGuard": "robust-masking",
+    "PatchGuard++": "local-detection",
+}
+"""Defenses that aggregate what single cells say, and their operations."""
+
+
+@dataclass(frozen=True)
+class LocalName:
+    """PatchGuard-BagNet33, CBN-BagNet17, BagCert-ViT14x2-k9: local logits of a network, by default at k = L."""
+
+    defense: str
+    network: ViTName | BagName
+
+    def __str__(self) -> str:
+        name = str(self.network).replace("PCURE", self.defense, 1)
+        return name.removesuffix(f"-k{self.network.k}") if self.network.k == self.network.layers else name
+
+    @property
+    def operation(self) -> str:
+        return LOCAL_RULES[self.defense]
+
+    def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
+        return self.network.model(**options)
+
+
+Name = ViTName | BagName | CleanserName | LocalName
 
 
 def parse(name: str) -> Name:
@@ -159,6 +201,11 @@ def parse(name: str) -> Name:
         return BagName(int(bag[1]), int(bag[2] or 50), int(bag[3]))
     if cleanser := re.fullmatch(r"PatchCleanser-(ViT-(?:Ti|S|B|L)|ResNet\d+|[a-z].*)", name):
         return CleanserName(cleanser[1])
+    if local := re.fullmatch(r"(PatchGuard(?:\+\+)?|CBN|BagCert)-((?:ViT|BagNet).+?)(-k\d+)?", name):
+        with contextlib.suppress(ValueError):
+            network = parse(f"PCURE-{local[2]}{local[3] or '-k0'}")
+            if isinstance(network, ViTName | BagName):
+                return LocalName(local[1], network if local[3] else replace(network, k=network.layers))
     near = difflib.get_close_matches(name, known(), n=3, cutoff=0.4) or known()[:3]
     raise ValueError(f"Unknown defense {name!r}. Did you mean {' or '.join(near)}? `patchcure names` lists all.")
 
@@ -169,6 +216,9 @@ def known() -> list[str]:
     names = [f"PCURE-ViT{window}-k{k}" for window in windows for k in range(13)]
     names += [f"PCURE-BagNet{field}-k50" for field in (17, 33, 45)]
     names += ["PCURE-ViT-L-14x2-k24", "PatchCleanser-ViT-B", "PatchCleanser-ResNet50"]
+    names += [f"PatchGuard-BagNet{field}" for field in (17, 33, 45)]
+    names += [f"PatchGuard-ViT{window}" for window in windows]
+    names += ["PatchGuard++-BagNet33", "CBN-BagNet17", "BagCert-BagNet17"]
     names += [f"PCURE-ViT-Ti-{window}-k{k}" for window in windows for k in range(13)]
     return [*names, "PCURE-BagNet9-k50", "PCURE-BagNet9-R18-k18", "PatchCleanser-ViT-Ti", "PatchCleanser-ResNet18"]
 
@@ -181,7 +231,7 @@ def build(
     resize_from: int | tuple[int, int] | None = None,
     mask_stride: int | tuple[int, int] | None = None,
     masks_per_axis: int | tuple[int, int] | None = None,
-    operation: str | SecureOperation = "double-masking",
+    operation: str | SecureOperation | None = None,
     **model: Unpack[ModelOptions],
 ) -> Defense:
     """Build a defense by name, with new weights (`patchcure.load` is for trained ones).
@@ -193,13 +243,15 @@ def build(
         resize_from: the size of the images before the preprocessing resizes them, if the patch is put on those.
         mask_stride: cells between masks; by default 1 (or six masks on each axis where that would be very many).
         masks_per_axis: instead of a stride, how many masks on each axis.
-        operation: one of `patchcure.operations.OPERATIONS` by name, or an operation.
+        operation: one of `patchcure.operations.OPERATIONS` by name, or an operation; by default the name's own.
         **model: see `ModelOptions`.
 
     >>> defense = build("PCURE-ViT-Ti-6x1-k3", image_size=96, num_classes=10, patch=16)
     >>> len(defense.masks), defense.model.grid
     (5, Grid(height=1, width=6))
     """
+    instance = parse(name)
+    operation = instance.operation if operation is None else operation
     recipe = {
         "name": name,
         "patch": patch,
@@ -209,7 +261,6 @@ def build(
         "masks_per_axis": masks_per_axis,
         "operation": operation,
     }
-    instance = parse(name)
     if mask_stride is not None and masks_per_axis is not None:
         raise ValueError("Give mask_stride or masks_per_axis, not both.")
     network = instance.model(**model)

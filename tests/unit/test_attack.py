@@ -74,8 +74,8 @@ def test_all_placements_or_a_sample() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": torch.rand(2, 3, 10, 12)}, "12x12 pixels: expected"),
-        ({"images": torch.rand(3, 12, 12)}, "12x12 pixels: expected"),
+        ({"images": torch.rand(2, 3, 10, 12)}, "images of 12x12 pixels"),
+        ({"images": torch.rand(3, 12, 12)}, "images of 12x12 pixels"),
         ({"labels": torch.zeros(3, dtype=torch.long)}, "one whole-number label"),
         ({"labels": torch.zeros(2)}, "one whole-number label"),
     ],

@@ -19,6 +19,10 @@ LINEAR_JOBS = 8192
 """`max_jobs` where the LRF part is only a pooling and a linear layer."""
 
 
+LOCAL_CELLS = 4096
+"""On grids with more cells than this, a single cell says nothing and asking each one would take forever."""
+
+
 class SplitModel(nn.Module, ABC):
     """A classifier cut at layer k: a part with a small receptive field (SRF) and a part with a large one (LRF).
 
@@ -98,10 +102,21 @@ class SplitModel(nn.Module, ABC):
         return torch.cat(rows)[order.argsort()]
 
     def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
-        """What each cell alone says, for operations that aggregate cells (only at k = L)."""
-        raise ValueError(
-            f"{type(self).__name__} gives logits of single cells only when it is split after its last layer."
-        )
+        """What each cell alone says: its logits when all other cells are hidden.
+
+        A patch changes only the rows of the cells that it corrupts, because `logits` never sees a hidden cell. Models
+        whose logits are sums over cells (k = L) answer without the jobs.
+        """
+        cells = self.grid.cells
+        if cells > LOCAL_CELLS:
+            raise ValueError(
+                f"Expected a grid of at most {LOCAL_CELLS} cells for an operation that asks every cell alone, got "
+                f"{self.grid.height}x{self.grid.width}: split the model at a later layer or use larger windows."
+            )
+        images = torch.arange(len(features), device=features.device).repeat_interleave(cells)
+        others = ~torch.eye(cells, dtype=torch.bool, device=features.device)
+        hidden = others.view(cells, self.grid.height, self.grid.width).repeat(len(features), 1, 1)
+        return self.logits(features, images, hidden).view(len(features), cells, self.num_classes)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """The undefended model: the same network with no cell hidden."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
-from patchcure.masks import MaskSet
+from patchcure.masks import Coverage, MaskSet
 from patchcure.models.base import SplitModel, job_device
 from patchcure.threat import PatchThreat
 
@@ -26,13 +26,14 @@ Detail = Literal["verdict", "locations", "margins"]
 """How much a certificate tells of images that fail: only that they do, at which locations, or every margin."""
 
 
+@runtime_checkable
 class SecureOperation(Protocol):
     """Turns predictions under masks into a label that no patch can change, or into a proof of that."""
 
     together: ClassVar[int]
     """How many masks are applied at once: 2 for two rounds, 1 for one round."""
 
-    def worst_evaluations(self, masks: int) -> int:
+    def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """How often an attacker can make the LRF part run for one image."""
         ...
 
@@ -67,6 +68,13 @@ def margins(logits: Float[Tensor, "j classes"], labels: Int[Tensor, " j"]) -> Fl
     """The logit of the label minus the largest other logit."""
     own = logits.gather(1, labels[:, None])
     return (own[:, 0] - logits.scatter(1, labels[:, None], -torch.inf).amax(1)).to(logits.dtype)
+
+
+def confidence(logits: Float[Tensor, "j classes"], shift: Float[Tensor, " j"] | float = 0.0) -> Float[Tensor, " j"]:
+    """The largest softmax probability, if its logit were higher by `shift` beside all the others."""
+    top, best = logits.double().max(1, keepdim=True)
+    others = logits.double().scatter(1, best, -torch.inf).logsumexp(1)
+    return torch.sigmoid(top[:, 0] - others + shift)
 
 
 def masked_logits(
@@ -138,13 +146,16 @@ def safe_groups(trusted: Bool[Tensor, "b m"], covers: Bool[Tensor, "g m"]) -> Bo
 
 
 def safe_maps(trusted: Bool[Tensor, "b m"], masks: MaskSet) -> tuple[Bool[Tensor, "b rows cols"], ...]:
-    """For each shape, the locations that are safe (with K patches: wherever the other patches are)."""
-    coverage = masks.coverage
-    unsafe = ~safe_groups(trusted, coverage.covers)
-    location = coverage.location.to(trusted.device)
-    failures = torch.zeros(len(trusted), int(location.max()) + 1, dtype=torch.long, device=trusted.device)
-    safe = failures.index_add(1, location, unsafe.long()) == 0
-    return tuple(safe[:, where.to(trusted.device)] for where in coverage.maps)
+    """For each shape, the locations that some trusted mask hides (with K patches: wherever the other patches are)."""
+    return location_maps(safe_groups(trusted, masks.coverage.covers), masks.coverage)
+
+
+def location_maps(safe: Bool[Tensor, "b g"], coverage: Coverage) -> tuple[Bool[Tensor, "b rows cols"], ...]:
+    """For each shape, the locations of which every placement is safe."""
+    location = coverage.location.to(safe.device)
+    failures = torch.zeros(len(safe), int(location.max()) + 1, dtype=torch.long, device=safe.device)
+    good = failures.index_add(1, location, (~safe).long()) == 0
+    return tuple(good[:, where.to(safe.device)] for where in coverage.maps)
 
 
 def largest_square(

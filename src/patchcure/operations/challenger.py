@@ -35,9 +35,9 @@ class Challenger:
 
     together: ClassVar[int] = 2
 
-    def worst_evaluations(self, masks: int) -> int:
+    def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """Each mask alone, and each challenger once."""
-        return 2 * masks - 1
+        return 2 * len(masks) - 1
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, with the evidence."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from patchcure.certificate import ALARM, Certificate, Prediction
@@ -14,6 +14,7 @@ from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.operations.base import (
     Detail,
+    confidence,
     every_mask,
     largest_square,
     majority,
@@ -47,9 +48,9 @@ class MinorityReports:
         if not 0 <= self.tau < 1:
             raise ValueError(f"tau: expected a confidence in [0, 1), got {self.tau}.")
 
-    def worst_evaluations(self, masks: int) -> int:
+    def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """Each mask alone."""
-        return masks
+        return len(masks)
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, -1 for an alarm."""
@@ -57,8 +58,7 @@ class MinorityReports:
         images, index = every_mask(features, masks)
         parts = [logits for _, logits in masked_logits(model, features, masks, images, index, index)]
         votes = torch.cat([logits.argmax(1) for logits in parts]).view(batch, count)
-        confidence = torch.cat([_confidence(logits) for logits in parts]).view(batch, count)
-        heard = confidence > self.tau
+        heard = torch.cat([confidence(logits) for logits in parts]).view(batch, count) > self.tau
         reference = majority(votes, model.num_classes)
         first = votes.gather(1, heard.long().argmax(1, keepdim=True))
         alarm = (heard & (votes != first)).any(1) | ~heard.any(1)
@@ -89,8 +89,8 @@ class MinorityReports:
         for part, logits in masked_logits(model, features, masks, images, index, index):
             slack = tolerance(logits)
             margin.append(margins(logits, labels[images[part]]))
-            trusted.append((margin[-1] > slack) & (_confidence(logits, -2 * slack) > self.tau))
-            silent.append(_confidence(logits, 2 * slack) < self.tau)
+            trusted.append((margin[-1] > slack) & (confidence(logits, -2 * slack) > self.tau))
+            silent.append(confidence(logits, 2 * slack) < self.tau)
         margins_ = torch.cat(margin).view(batch, count)
         heard_right = torch.cat(trusted).view(batch, count)
         unheard = torch.cat(silent).view(batch, count)
@@ -106,10 +106,3 @@ class MinorityReports:
             safe=safe_maps(trust, masks),
             largest_patch=largest_square(trust, model, masks, threat),
         )
-
-
-def _confidence(logits: Float[Tensor, "j classes"], shift: Float[Tensor, " j"] | float = 0.0) -> Float[Tensor, " j"]:
-    """The largest softmax probability, if its logit were higher by `shift` beside all the others."""
-    top, best = logits.double().max(1, keepdim=True)
-    others = logits.double().scatter(1, best, -torch.inf).logsumexp(1)
-    return torch.sigmoid(top[:, 0] - others + shift)
