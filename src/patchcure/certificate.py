@@ -18,7 +18,7 @@ class Prediction:
     """Labels, and what the masks said.
 
     Args:
-        labels: the label of each image; -1 where a detector raises an alarm.
+        labels: the label of each image; -1 where a detector raises an alarm instead of giving one.
         unanimous: did all masks of the first round agree?
         votes: the label under each mask of the first round.
         disagreeing: the masks of the first round that voted for another label than the reference (the majority, or
@@ -26,7 +26,7 @@ class Prediction:
         suspicion: where a patch may be: the pixels of the mask that overruled the others, else of all disagreeing
             masks; None where the masks agreed. Evidence, not proof.
         evaluations: how many times the LRF part was evaluated for each image.
-        alarm: did a detector refuse to give a label?
+        alarm: did a detector raise an alarm? On a clean image that is a false alarm.
     """
 
     labels: Int[Tensor, " b"]

@@ -6,13 +6,13 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 from patchcure._torchvision import ensure_torchvision
 from patchcure.defense import Defense
 from patchcure.geometry import Grid, pair
 from patchcure.masks import MaskSet
-from patchcure.models import AnyClassifier, BagResNet, SplitModel, SplitResNet, SplitViT
+from patchcure.models import AnyClassifier, BagResNet, SplitModel, SplitResNet, SplitViT, small_cnn
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD
 from patchcure.models.resnet import DESIGNS
 from patchcure.models.vit import Flavour, NormOrder
@@ -29,6 +29,13 @@ VIT_SIZES = {
     "B": "vit_base_patch16_224",
     "L": "vit_large_patch16_224",
 }
+PIXEL_RULES = {
+    "PatchCleanser": "double-masking",
+    "CrossCert": "crosscert",
+    "HiCert": "hicert",
+    "MR": "minority-reports",
+}
+"""Defenses with masks on the pixels, and their operations."""
 MANY_MASKS = 1024
 """Where a mask at every cell would need more masks than this, six on each axis are the default (PatchCleanser's)."""
 
@@ -67,6 +74,7 @@ class ViTName:
     size: str
     window: tuple[int, int]
     k: int
+    operation: ClassVar[str] = "double-masking"
 
     def __str__(self) -> str:
         size = "" if self.size == "B" else f"-{self.size}-"
@@ -93,6 +101,7 @@ class BagName:
     field: int
     depth: int
     k: int
+    operation: ClassVar[str] = "double-masking"
 
     def __str__(self) -> str:
         depth = "" if self.depth == 50 else f"-R{self.depth}"
@@ -127,12 +136,17 @@ class BagName:
 
 @dataclass(frozen=True)
 class CleanserName:
-    """PatchCleanser-ViT-B, PatchCleanser-ResNet50, PatchCleanser-<timm name>: masks on the pixels."""
+    """PatchCleanser-ViT-B, MR-ResNet50, HiCert-<timm name>: masks on the pixels, see `PIXEL_RULES`."""
 
     network: str
+    method: str = "PatchCleanser"
 
     def __str__(self) -> str:
-        return f"PatchCleanser-{self.network}"
+        return f"{self.method}-{self.network}"
+
+    @property
+    def operation(self) -> str:
+        return PIXEL_RULES[self.method]
 
     def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
         if vit := re.fullmatch(r"ViT-(\w+)", self.network):
@@ -144,7 +158,53 @@ class CleanserName:
         return AnyClassifier(network, size, classes, mean, std, **_jobs(options))
 
 
-Name = ViTName | BagName | CleanserName
+@dataclass(frozen=True)
+class TokenName:
+    """ViP-detect, PatchCensor-ViT-Ti: windows of single tokens are dropped before the first block."""
+
+    method: str
+    size: str
+    operation: ClassVar[str] = "agreement"
+
+    def __str__(self) -> str:
+        return self.method if self.size == "B" else f"{self.method}-ViT-{self.size}"
+
+    def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
+        return ViTName(self.size, (1, 1), 0).model(**options)
+
+
+@dataclass(frozen=True)
+class ScaleName:
+    """ScaleCert-ResNet50: split after the first stage, with the BagNet of the smallest receptive field there."""
+
+    depth: int
+    operation: ClassVar[str] = "scalecert"
+
+    def __str__(self) -> str:
+        return f"ScaleCert-ResNet{self.depth}"
+
+    def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
+        return BagName(*{50: (9, 50, 10), 18: (5, 18, 5)}[self.depth]).model(**options)
+
+
+@dataclass(frozen=True)
+class IntervalName:
+    """IBP-CNN: a small network for images of 32 pixels and ten labels (or what the options say)."""
+
+    operation: ClassVar[str] = "interval-bounds"
+
+    def __str__(self) -> str:
+        return "IBP-CNN"
+
+    def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
+        _refuse(options, "pretrained", "patch_size")
+        size, classes = options.get("image_size", 32), options.get("num_classes", 10)
+        mean, std = _colours(options)
+        network = small_cnn(size, classes, options.get("in_chans", 3))
+        return AnyClassifier(network, size, classes, mean, std, **_jobs(options))
+
+
+Name = ViTName | BagName | CleanserName | TokenName | ScaleName | IntervalName
 
 
 def parse(name: str) -> Name:
@@ -157,8 +217,14 @@ def parse(name: str) -> Name:
         return ViTName(vit[1] or "B", (int(vit[2]), int(vit[3])), int(vit[4]))
     if bag := re.fullmatch(r"PCURE-BagNet(\d+)(?:-R(\d+))?-k(\d+)", name):
         return BagName(int(bag[1]), int(bag[2] or 50), int(bag[3]))
-    if cleanser := re.fullmatch(r"PatchCleanser-(ViT-(?:Ti|S|B|L)|ResNet\d+|[a-z].*)", name):
-        return CleanserName(cleanser[1])
+    if pixels := re.fullmatch(rf"({'|'.join(PIXEL_RULES)})-(ViT-(?:Ti|S|B|L)|ResNet\d+|[a-z].*)", name):
+        return CleanserName(pixels[2], pixels[1])
+    if token := re.fullmatch(r"(ViP-detect|PatchCensor)(?:-ViT-(Ti|S|B|L))?", name):
+        return TokenName(token[1], token[2] or "B")
+    if scale := re.fullmatch(r"ScaleCert-ResNet(50|18)", name):
+        return ScaleName(int(scale[1]))
+    if name == "IBP-CNN":
+        return IntervalName()
     near = difflib.get_close_matches(name, known(), n=3, cutoff=0.4) or known()[:3]
     raise ValueError(f"Unknown defense {name!r}. Did you mean {' or '.join(near)}? `patchcure names` lists all.")
 
@@ -169,6 +235,8 @@ def known() -> list[str]:
     names = [f"PCURE-ViT{window}-k{k}" for window in windows for k in range(13)]
     names += [f"PCURE-BagNet{field}-k50" for field in (17, 33, 45)]
     names += ["PCURE-ViT-L-14x2-k24", "PatchCleanser-ViT-B", "PatchCleanser-ResNet50"]
+    names += ["MR-ViT-B", "HiCert-ViT-B", "CrossCert-ViT-B", "ViP-detect", "PatchCensor"]
+    names += ["ScaleCert-ResNet50", "IBP-CNN"]
     names += [f"PCURE-ViT-Ti-{window}-k{k}" for window in windows for k in range(13)]
     return [*names, "PCURE-BagNet9-k50", "PCURE-BagNet9-R18-k18", "PatchCleanser-ViT-Ti", "PatchCleanser-ResNet18"]
 
@@ -181,7 +249,7 @@ def build(
     resize_from: int | tuple[int, int] | None = None,
     mask_stride: int | tuple[int, int] | None = None,
     masks_per_axis: int | tuple[int, int] | None = None,
-    operation: str | SecureOperation = "double-masking",
+    operation: str | SecureOperation | None = None,
     **model: Unpack[ModelOptions],
 ) -> Defense:
     """Build a defense by name, with new weights (`patchcure.load` is for trained ones).
@@ -193,13 +261,15 @@ def build(
         resize_from: the size of the images before the preprocessing resizes them, if the patch is put on those.
         mask_stride: cells between masks; by default 1 (or six masks on each axis where that would be very many).
         masks_per_axis: instead of a stride, how many masks on each axis.
-        operation: one of `patchcure.operations.OPERATIONS` by name, or an operation.
+        operation: one of `patchcure.operations.OPERATIONS` by name, or an operation; by default the name's own.
         **model: see `ModelOptions`.
 
     >>> defense = build("PCURE-ViT-Ti-6x1-k3", image_size=96, num_classes=10, patch=16)
     >>> len(defense.masks), defense.model.grid
     (5, Grid(height=1, width=6))
     """
+    instance = parse(name)
+    operation = instance.operation if operation is None else operation
     recipe = {
         "name": name,
         "patch": patch,
@@ -209,14 +279,14 @@ def build(
         "masks_per_axis": masks_per_axis,
         "operation": operation,
     }
-    instance = parse(name)
     if mask_stride is not None and masks_per_axis is not None:
         raise ValueError("Give mask_stride or masks_per_axis, not both.")
     network = instance.model(**model)
     threat = _threat(patch, patches, resize_from, network.image)
     rule = _operation(operation)
     reach = threat.on_features(network.grid, network.corrupted)
-    if mask_stride is None and masks_per_axis is None and _every_cell(network.grid, reach.footprints[0].extent):
+    few = mask_stride is None and masks_per_axis is None and rule.together > 0
+    if few and _every_cell(network.grid, reach.footprints[0].extent):
         masks_per_axis = 6
     masks = MaskSet.covering(reach, 1 if mask_stride is None else mask_stride, masks_per_axis, rule.together)
     defense = Defense(network, threat, masks, rule)

@@ -93,6 +93,10 @@ class SplitModel(nn.Module, ABC):
             rows += [self.masked(features, images[part], flat[part]) for part in group.split(self.max_jobs)]
         return torch.cat(rows)[order.argsort()]
 
+    def by_cell(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells d"]:
+        """The features of each cell, in the order of the flattened grid."""
+        return features.reshape(len(features), self.grid.cells, -1)
+
     def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
         """What each cell alone says, for operations that aggregate cells (only at k = L)."""
         raise ValueError(

@@ -237,6 +237,9 @@ class SplitResNet(SplitModel):
             return logits
         return x
 
+    def by_cell(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells d"]:
+        return features if self.whole else features.flatten(2).transpose(1, 2)
+
     def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
         return features if self.whole else super().local_logits(features)
 

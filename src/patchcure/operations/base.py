@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Protocol
 
 import torch
@@ -26,7 +26,7 @@ class SecureOperation(Protocol):
     """Turns predictions under masks into a label that no patch can change, or into a proof of that."""
 
     together: ClassVar[int]
-    """How many masks are applied at once: 2 for two rounds, 1 for one round."""
+    """How many masks are applied at once: 2 for two rounds, 1 for one round, 0 for a rule that uses no masks."""
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """Labels with their evidence, from features that may be attacked."""
@@ -55,6 +55,25 @@ def margins(logits: Float[Tensor, "j classes"], labels: Int[Tensor, " j"]) -> Fl
     return (own[:, 0] - logits.scatter(1, labels[:, None], -torch.inf).amax(1)).to(logits.dtype)
 
 
+def checked_logits(
+    model: SplitModel, features: Tensor, images: Int[Tensor, " j"], hidden: Bool[Tensor, "j h w"]
+) -> Float[Tensor, "j classes"]:
+    """The logits of these jobs, which must be finite."""
+    logits = model.logits(features, images, hidden)
+    if not logits.is_meta and not bool(logits.isfinite().all()):
+        raise FloatingPointError(
+            "A logit is NaN or infinite, so there is no label to trust: check the weights and the input's range."
+        )
+    return logits
+
+
+def unmasked_logits(model: SplitModel, features: Tensor) -> Float[Tensor, "b classes"]:
+    """The logits of each image with nothing hidden."""
+    device = features.device
+    hidden = torch.zeros(len(features), model.grid.height, model.grid.width, dtype=torch.bool, device=device)
+    return checked_logits(model, features, torch.arange(len(features), device=device), hidden)
+
+
 def masked_logits(
     model: SplitModel,
     features: Tensor,
@@ -68,12 +87,7 @@ def masked_logits(
     size = max(1, HIDDEN_BYTES // masks.grid.cells)
     for start in range(0, len(images), size):
         part = slice(start, min(start + size, len(images)))
-        logits = model.logits(features, images[part], table[first[part]] | table[second[part]])
-        if not logits.is_meta and not bool(logits.isfinite().all()):
-            raise FloatingPointError(
-                "A logit is NaN or infinite, so there is no label to trust: check the weights and the input's range."
-            )
-        yield part, logits
+        yield part, checked_logits(model, features, images[part], table[first[part]] | table[second[part]])
 
 
 def masked_labels(
@@ -142,18 +156,29 @@ def _spread(flags: Bool[Tensor, "b g"], target: Int[Tensor, " g"], size: int) ->
 def largest_square(
     trusted: Bool[Tensor, "b m"], model: SplitModel, masks: MaskSet, threat: PatchThreat
 ) -> Int[Tensor, " b"]:
-    """The side of the largest square patch for which every location is safe, by bisection (smaller is easier)."""
+    """The side of the largest square patch for which every location is safe."""
 
-    def certified(side: int) -> Bool[Tensor, " b"]:
+    def certified(side: int, asked: Bool[Tensor, " b"]) -> Bool[Tensor, " asked"]:
         smaller = threat.with_squares(side).on_features(model.grid, model.corrupted)
-        return safe_groups(trusted, masks.coverage_of(smaller).covers).all(1)
+        return safe_groups(trusted[asked], masks.coverage_of(smaller).covers).all(1)
 
-    low = torch.zeros(len(trusted), dtype=torch.long, device=trusted.device)
-    high = torch.full_like(low, min(threat.image.height, threat.image.width))
+    none = torch.zeros(len(trusted), dtype=torch.long, device=trusted.device)
+    return largest_side(certified, none, torch.full_like(none, min(threat.image.height, threat.image.width)))
+
+
+def largest_side(
+    certified: Callable[[int, Bool[Tensor, " b"]], Bool[Tensor, " asked"]],
+    low: Int[Tensor, " b"],
+    high: Int[Tensor, " b"],
+) -> Int[Tensor, " b"]:
+    """The largest side from `low` (known to be good) to `high` that is certified, by bisection (smaller is easier).
+
+    `certified` gets a side and which images ask for it, and answers for those.
+    """
     while bool((low < high).any()):
         for side in ((low + high + 1) // 2)[low < high].unique().tolist():
             asked = ((low + high + 1) // 2 == side) & (low < high)
-            good = certified(side)
-            low = torch.where(asked & good, side, low)
+            good = torch.zeros_like(asked).masked_scatter(asked, certified(side, asked))
+            low = torch.where(good, side, low)
             high = torch.where(asked & ~good, side - 1, high)
     return low

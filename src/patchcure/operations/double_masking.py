@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import every_mask, majority, masked_labels, suspicion
+from patchcure.operations.base import every_mask, majority, masked_labels, suspicion, unmasked_logits
 from patchcure.operations.pairs import certify_pairs
 from patchcure.threat import PatchThreat
 
@@ -52,7 +52,7 @@ class DoubleMasking:
         if self.reference == "majority":
             reference = majority(votes, model.num_classes)
         else:
-            reference = _unmasked(model, features)
+            reference = unmasked_logits(model, features).argmax(1)
             evaluations += 1
         disagreeing = votes != reference[:, None]
         labels, decided = reference.clone(), disagreeing.clone()
@@ -83,12 +83,6 @@ class DoubleMasking:
     ) -> Certificate:
         """See the proof above and `certify_pairs`."""
         return certify_pairs(model, features, masks, threat, labels)
-
-
-def _unmasked(model: SplitModel, features: Tensor) -> Int[Tensor, " b"]:
-    hidden = torch.zeros(len(features), model.grid.height, model.grid.width, dtype=torch.bool, device=features.device)
-    logits = model.logits(features, torch.arange(len(features), device=features.device), hidden)
-    return logits.argmax(1)
 
 
 def _second_round(

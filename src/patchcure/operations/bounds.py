@@ -1,0 +1,155 @@
+"""Interval bounds (Chiang et al.): no masks; a bound over everything that a patch may contain."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from patchcure.certificate import Certificate, Prediction
+from patchcure.geometry import Box
+from patchcure.masks import MaskSet
+from patchcure.models.base import SplitModel
+from patchcure.models.classifier import AnyClassifier
+from patchcure.operations.base import largest_side, unmasked_logits
+from patchcure.operations.intervals import margins_below
+from patchcure.threat import FeatureThreat, PatchThreat
+
+Places = tuple[Box, ...]
+"""The boxes of pixels of all patches together."""
+
+PART = 64
+"""How many placements are bounded before an image that is already lost is left out."""
+
+
+@dataclass(frozen=True)
+class IntervalBounds:
+    """The label is the network's own prediction; the certificate bounds what any patch can do to its logits.
+
+    **Certificate.** For every location: pixels inside the patch range over [0, 1], the others are those of x. Interval
+    arithmetic gives a lower bound of the true logit minus each other logit (`margins_below`). Certified: all of them
+    are above zero, at every location.
+
+    **Proof.** An image with a patch at l lies between the bounds of that location. Normalisation rounds monotonically,
+    so its pixels lie between the normalised 0 and 1 in floating point too; every later layer's bounds contain what the
+    layer computes. So the computed logit of y is the largest, strictly, and y is returned.
+
+    It needs a classifier with masks on the pixels (`AnyClassifier`) whose network is a sequence of simple layers.
+    `strict` is the same as `certified`, and there is no mask that could fail.
+    """
+
+    together: ClassVar[int] = 0
+
+    def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
+        """The network's own labels."""
+        labels = unmasked_logits(model, features).argmax(1)
+        return Prediction(
+            labels=labels,
+            unanimous=torch.ones_like(labels, dtype=torch.bool),
+            votes=labels.new_empty(len(labels), 0),
+            disagreeing=labels.new_empty(len(labels), 0, dtype=torch.bool),
+            suspicion=(None,) * len(labels),
+            evaluations=torch.ones_like(labels),
+            alarm=torch.zeros_like(labels, dtype=torch.bool),
+        )
+
+    def certify(
+        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+    ) -> Certificate:
+        """See the class."""
+        pixels = _pixel_model(model, features)
+        placed = _placements(masks.threat)
+        margin = torch.cat(
+            [_margins(pixels, features, labels, placed[i : i + PART]) for i in range(0, len(placed), PART)], 1
+        )
+        certified = (margin > 0).all(1)
+
+        def for_squares(side: int, asked: Bool[Tensor, " b"]) -> Bool[Tensor, " asked"]:
+            squares = threat.with_squares(side).on_features(model.grid, model.corrupted)
+            return _all_safe(pixels, features[asked], labels[asked], _placements(squares))
+
+        inside = max(min(shape) for shape in threat.shapes)
+        low = torch.where(certified, inside, 0)
+        high = torch.full_like(low, min(threat.image.height, threat.image.width))
+        if all(height == width for height, width in threat.shapes):
+            high = torch.where(certified, high, inside - 1)
+        return Certificate(
+            certified=certified,
+            strict=certified,
+            margin=margin.amin(1).to(features.dtype),
+            failed=labels.new_full((len(labels), 2), -1),
+            safe=_maps(margin > 0, placed, masks.threat),
+            largest_patch=largest_side(for_squares, low, high),
+        )
+
+
+def _pixel_model(model: SplitModel, features: Tensor) -> AnyClassifier:
+    if not isinstance(model, AnyClassifier):
+        raise ValueError(
+            f"Interval bounds need a classifier with masks on the pixels (AnyClassifier), got {type(model).__name__}."
+        )
+    if torch.get_float32_matmul_precision() != "highest" or (features.is_cuda and torch.backends.cudnn.allow_tf32):
+        raise ValueError(
+            "Products may be rounded to TF32 or bfloat16, for which these bounds are not proved: call "
+            'torch.set_float32_matmul_precision("highest") and set torch.backends.cudnn.allow_tf32 = False.'
+        )
+    return model
+
+
+def _placements(threat: FeatureThreat) -> list[Places]:
+    """All boxes of pixels that the attacker may own together."""
+    boxes = list(dict.fromkeys(threat.locations()))
+    return list(itertools.combinations(boxes, min(threat.count, len(boxes))))
+
+
+def _margins(
+    model: AnyClassifier, features: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], placed: list[Places]
+) -> Float[Tensor, "b places"]:
+    """For each image and each placement, a lower bound of the label's logit above all others."""
+    free = torch.zeros(len(placed), 1, model.grid.height, model.grid.width, dtype=torch.bool, device=features.device)
+    for index, boxes in enumerate(placed):
+        for box in boxes:
+            free[index, :, box.top : box.bottom, box.left : box.right] = True
+    ends = [model.normalize(torch.full_like(features[:1], value)) for value in (0.0, 1.0)]
+    low, high = torch.minimum(*ends), torch.maximum(*ends)
+    jobs = torch.cartesian_prod(torch.arange(len(features)), torch.arange(len(placed))).to(features.device)
+    rows = []
+    for images, index in (part.T for part in jobs.split(model.max_jobs)):
+        x, patch = features[images], free[index]
+        lower, upper = torch.where(patch, low, x), torch.where(patch, high, x)
+        rows.append(margins_below(model.backbone, lower, upper, labels[images], features.dtype).amin(1))
+    return torch.cat(rows).view(len(features), len(placed))
+
+
+def _all_safe(
+    model: AnyClassifier, features: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], placed: list[Places]
+) -> Bool[Tensor, " b"]:
+    """Is every placement safe? An image is done with the first that is not."""
+    safe = torch.ones(len(features), dtype=torch.bool, device=features.device)
+    for start in range(0, len(placed), PART):
+        left = safe.nonzero()[:, 0]
+        if not len(left):
+            break
+        part = _margins(model, features[left], labels[left], placed[start : start + PART])
+        safe[left] = (part > 0).all(1)
+    return safe
+
+
+def _maps(
+    safe: Bool[Tensor, "b places"], placed: list[Places], threat: FeatureThreat
+) -> tuple[Bool[Tensor, "b rows cols"], ...]:
+    """For each shape, the locations that are safe (with K patches: wherever the other patches are)."""
+    number = {box: index for index, box in enumerate(dict.fromkeys(threat.locations()))}
+    single = torch.ones(len(safe), len(number), dtype=torch.bool, device=safe.device)
+    for index, boxes in enumerate(placed):
+        for box in boxes:
+            single[:, number[box]] &= safe[:, index]
+    maps = []
+    for footprint in threat.footprints:
+        where = torch.tensor([[number[Box.of(rows, cols)] for cols in footprint.cols] for rows in footprint.rows])
+        maps.append(single[:, where.to(safe.device)])
+    return tuple(maps)
