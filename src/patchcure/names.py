@@ -13,8 +13,8 @@ from patchcure.defense import Defense
 from patchcure.geometry import Grid, pair
 from patchcure.masks import MaskSet
 from patchcure.models import AnyClassifier, BagResNet, SplitModel, SplitResNet, SplitViT, small_cnn
+from patchcure.models.bagnet import DESIGNS
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD
-from patchcure.models.resnet import DESIGNS
 from patchcure.models.vit import Flavour, NormOrder
 from patchcure.operations import OPERATIONS, SecureOperation
 from patchcure.preprocess import Resize

@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import every_mask, margins, masked_logits, tolerance, unmasked_logits
+from patchcure.operations.base import Detail, every_mask, finite, margins, masked_logits, tolerance
 from patchcure.operations.one_round import agreement, certify_round, one_mask_votes
 from patchcure.threat import PatchThreat
 
@@ -42,10 +42,16 @@ class Agreement:
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, -1 for an alarm."""
         votes, _ = one_mask_votes(model, features, masks)
-        return agreement(model, masks, unmasked_logits(model, features).argmax(1), votes)
+        return agreement(model, masks, finite(model.unmasked(features)).argmax(1), votes)
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the class. A prediction counts as y only where its margin is above the tolerance."""
         images, index = every_mask(features, masks)
@@ -55,7 +61,7 @@ class Agreement:
             right.append(margin[-1] > tolerance(logits))
         shape = len(features), len(masks)
         trusted = torch.cat(right).view(shape)
-        whole = unmasked_logits(model, features)
+        whole = finite(model.unmasked(features))
         own = margins(whole, labels)
         clean = trusted.all(1) & (own > tolerance(whole))
         every = torch.cat([torch.cat(margin).view(shape), own[:, None]], 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import ClassVar, Protocol
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
 from patchcure.masks import MaskSet
-from patchcure.models.base import SplitModel
+from patchcure.models.base import SplitModel, job_device
 from patchcure.threat import PatchThreat
 
 HIDDEN_BYTES = 1 << 26
@@ -20,6 +20,10 @@ HIDDEN_BYTES = 1 << 26
 
 ROUNDING = 256
 """A margin counts when it is above this many units of rounding of the largest logit (see `tolerance`)."""
+
+
+Detail = Literal["verdict", "locations", "margins"]
+"""How much a certificate tells of images that fail: only that they do, at which locations, or every margin."""
 
 
 class SecureOperation(Protocol):
@@ -33,7 +37,13 @@ class SecureOperation(Protocol):
         ...
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """Proofs, from clean features and true labels."""
         ...
@@ -55,23 +65,20 @@ def margins(logits: Float[Tensor, "j classes"], labels: Int[Tensor, " j"]) -> Fl
     return (own[:, 0] - logits.scatter(1, labels[:, None], -torch.inf).amax(1)).to(logits.dtype)
 
 
-def checked_logits(
-    model: SplitModel, features: Tensor, images: Int[Tensor, " j"], hidden: Bool[Tensor, "j h w"]
-) -> Float[Tensor, "j classes"]:
-    """The logits of these jobs, which must be finite."""
-    logits = model.logits(features, images, hidden)
+def confidence(logits: Float[Tensor, "j classes"], shift: Float[Tensor, " j"] | float = 0.0) -> Float[Tensor, " j"]:
+    """The largest softmax probability, if its logit were higher by `shift` beside all the others."""
+    top, best = logits.double().max(1, keepdim=True)
+    others = logits.double().scatter(1, best, -torch.inf).logsumexp(1)
+    return torch.sigmoid(top[:, 0] - others + shift)
+
+
+def finite(logits: Float[Tensor, "j classes"]) -> Float[Tensor, "j classes"]:
+    """The same logits, which must be finite."""
     if not logits.is_meta and not bool(logits.isfinite().all()):
         raise FloatingPointError(
             "A logit is NaN or infinite, so there is no label to trust: check the weights and the input's range."
         )
     return logits
-
-
-def unmasked_logits(model: SplitModel, features: Tensor) -> Float[Tensor, "b classes"]:
-    """The logits of each image with nothing hidden."""
-    device = features.device
-    hidden = torch.zeros(len(features), model.grid.height, model.grid.width, dtype=torch.bool, device=device)
-    return checked_logits(model, features, torch.arange(len(features), device=device), hidden)
 
 
 def masked_logits(
@@ -83,11 +90,11 @@ def masked_logits(
     second: Int[Tensor, " j"],
 ) -> Iterator[tuple[slice, Float[Tensor, "part classes"]]]:
     """The logits of image ``images[j]`` under masks ``first[j]`` and ``second[j]``, in parts of bounded memory."""
-    table = masks.hidden.to(features.device)
+    table = masks.hidden.to(job_device(features))
     size = max(1, HIDDEN_BYTES // masks.grid.cells)
     for start in range(0, len(images), size):
         part = slice(start, min(start + size, len(images)))
-        yield part, checked_logits(model, features, images[part], table[first[part]] | table[second[part]])
+        yield part, finite(model.logits(features, images[part], table[first[part]] | table[second[part]]))
 
 
 def masked_labels(
@@ -106,8 +113,9 @@ def masked_labels(
 
 def every_mask(features: Tensor, masks: MaskSet) -> tuple[Int[Tensor, " j"], Int[Tensor, " j"]]:
     """The jobs of the first round: every image with every mask."""
-    images = torch.arange(len(features), device=features.device).repeat_interleave(len(masks))
-    return images, torch.arange(len(masks), device=features.device).repeat(len(features))
+    device = job_device(features)
+    images = torch.arange(len(features), device=device).repeat_interleave(len(masks))
+    return images, torch.arange(len(masks), device=device).repeat(len(features))
 
 
 def majority(votes: Int[Tensor, "b m"], num_classes: int) -> Int[Tensor, " b"]:
@@ -156,29 +164,18 @@ def _spread(flags: Bool[Tensor, "b g"], target: Int[Tensor, " g"], size: int) ->
 def largest_square(
     trusted: Bool[Tensor, "b m"], model: SplitModel, masks: MaskSet, threat: PatchThreat
 ) -> Int[Tensor, " b"]:
-    """The side of the largest square patch for which every location is safe."""
+    """The side of the largest square patch for which every location is safe, by bisection (smaller is easier)."""
 
-    def certified(side: int, asked: Bool[Tensor, " b"]) -> Bool[Tensor, " asked"]:
+    def certified(side: int) -> Bool[Tensor, " b"]:
         smaller = threat.with_squares(side).on_features(model.grid, model.corrupted)
-        return safe_groups(trusted[asked], masks.coverage_of(smaller).covers).all(1)
+        return safe_groups(trusted, masks.coverage_of(smaller).covers).all(1)
 
-    none = torch.zeros(len(trusted), dtype=torch.long, device=trusted.device)
-    return largest_side(certified, none, torch.full_like(none, min(threat.image.height, threat.image.width)))
-
-
-def largest_side(
-    certified: Callable[[int, Bool[Tensor, " b"]], Bool[Tensor, " asked"]],
-    low: Int[Tensor, " b"],
-    high: Int[Tensor, " b"],
-) -> Int[Tensor, " b"]:
-    """The largest side from `low` (known to be good) to `high` that is certified, by bisection (smaller is easier).
-
-    `certified` gets a side and which images ask for it, and answers for those.
-    """
+    low = torch.zeros(len(trusted), dtype=torch.long, device=trusted.device)
+    high = torch.full_like(low, min(threat.image.height, threat.image.width))
     while bool((low < high).any()):
         for side in ((low + high + 1) // 2)[low < high].unique().tolist():
             asked = ((low + high + 1) // 2 == side) & (low < high)
-            good = torch.zeros_like(asked).masked_scatter(asked, certified(side, asked))
-            low = torch.where(good, side, low)
+            good = certified(side)
+            low = torch.where(asked & good, side, low)
             high = torch.where(asked & ~good, side - 1, high)
     return low

@@ -15,7 +15,7 @@ from patchcure.geometry import Box
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.models.classifier import AnyClassifier
-from patchcure.operations.base import largest_side, unmasked_logits
+from patchcure.operations.base import Detail, finite
 from patchcure.operations.intervals import margins_below
 from patchcure.threat import FeatureThreat, PatchThreat
 
@@ -46,7 +46,7 @@ class IntervalBounds:
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The network's own labels."""
-        labels = unmasked_logits(model, features).argmax(1)
+        labels = finite(model.unmasked(features)).argmax(1)
         return Prediction(
             labels=labels,
             unanimous=torch.ones_like(labels, dtype=torch.bool),
@@ -58,32 +58,32 @@ class IntervalBounds:
         )
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
-        """See the class."""
+        """See the class. Without locations asked for, an image that fails is left at its first open location."""
         pixels = _pixel_model(model, features)
         placed = _placements(masks.threat)
-        margin = torch.cat(
-            [_margins(pixels, features, labels, placed[i : i + PART]) for i in range(0, len(placed), PART)], 1
-        )
-        certified = (margin > 0).all(1)
-
-        def for_squares(side: int, asked: Bool[Tensor, " b"]) -> Bool[Tensor, " asked"]:
-            squares = threat.with_squares(side).on_features(model.grid, model.corrupted)
-            return _all_safe(pixels, features[asked], labels[asked], _placements(squares))
-
-        inside = max(min(shape) for shape in threat.shapes)
-        low = torch.where(certified, inside, 0)
-        high = torch.full_like(low, min(threat.image.height, threat.image.width))
-        if all(height == width for height, width in threat.shapes):
-            high = torch.where(certified, high, inside - 1)
+        margin = _margins(pixels, features, labels, placed, every=detail != "verdict")
+        safe = margin > 0
+        certified = safe.all(1)
+        largest = torch.where(certified, max(min(shape) for shape in threat.shapes), 0)
+        if detail == "verdict":
+            safe &= certified[:, None]
+        else:
+            largest = _largest(pixels, features, labels, threat, largest)
         return Certificate(
             certified=certified,
             strict=certified,
             margin=margin.amin(1).to(features.dtype),
             failed=labels.new_full((len(labels), 2), -1),
-            safe=_maps(margin > 0, placed, masks.threat),
-            largest_patch=largest_side(for_squares, low, high),
+            safe=_maps(safe, placed, masks.threat),
+            largest_patch=largest,
         )
 
 
@@ -107,17 +107,37 @@ def _placements(threat: FeatureThreat) -> list[Places]:
 
 
 def _margins(
+    model: AnyClassifier,
+    features: Float[Tensor, "b c h w"],
+    labels: Int[Tensor, " b"],
+    placed: list[Places],
+    every: bool,
+) -> Float[Tensor, "b places"]:
+    """For each image and each placement, a lower bound of the label's logit above all others.
+
+    Unless `every` placement is asked for, an image is left out (infinity) after the part in which it fails.
+    """
+    margin = torch.full((len(features), len(placed)), torch.inf, dtype=torch.double, device=features.device)
+    left = torch.arange(len(features), device=features.device)
+    for start in range(0, len(placed), PART):
+        part = _bounds(model, features[left], labels[left], placed[start : start + PART])
+        margin[left, start : start + PART] = part
+        left = left if every else left[(part > 0).all(1)]
+    return margin
+
+
+def _bounds(
     model: AnyClassifier, features: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], placed: list[Places]
 ) -> Float[Tensor, "b places"]:
-    """For each image and each placement, a lower bound of the label's logit above all others."""
+    """The same for a few placements, in jobs of bounded memory."""
     free = torch.zeros(len(placed), 1, model.grid.height, model.grid.width, dtype=torch.bool, device=features.device)
     for index, boxes in enumerate(placed):
         for box in boxes:
             free[index, :, box.top : box.bottom, box.left : box.right] = True
-    ends = [model.normalize(torch.full_like(features[:1], value)) for value in (0.0, 1.0)]
+    ends = [model.normalize(torch.full_like(model.mean[None], value).to(features)) for value in (0.0, 1.0)]
     low, high = torch.minimum(*ends), torch.maximum(*ends)
     jobs = torch.cartesian_prod(torch.arange(len(features)), torch.arange(len(placed))).to(features.device)
-    rows = []
+    rows = [labels.new_empty(0, dtype=torch.double)]
     for images, index in (part.T for part in jobs.split(model.max_jobs)):
         x, patch = features[images], free[index]
         lower, upper = torch.where(patch, low, x), torch.where(patch, high, x)
@@ -125,18 +145,26 @@ def _margins(
     return torch.cat(rows).view(len(features), len(placed))
 
 
-def _all_safe(
-    model: AnyClassifier, features: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], placed: list[Places]
-) -> Bool[Tensor, " b"]:
-    """Is every placement safe? An image is done with the first that is not."""
-    safe = torch.ones(len(features), dtype=torch.bool, device=features.device)
-    for start in range(0, len(placed), PART):
-        left = safe.nonzero()[:, 0]
-        if not len(left):
-            break
-        part = _margins(model, features[left], labels[left], placed[start : start + PART])
-        safe[left] = (part > 0).all(1)
-    return safe
+def _largest(
+    model: AnyClassifier,
+    features: Float[Tensor, "b c h w"],
+    labels: Int[Tensor, " b"],
+    threat: PatchThreat,
+    low: Int[Tensor, " b"],
+) -> Int[Tensor, " b"]:
+    """The side of the largest square that is certified, by bisection from `low`, which is (smaller is easier)."""
+    high = torch.full_like(low, min(threat.image.height, threat.image.width))
+    if all(height == width for height, width in threat.shapes):
+        high = torch.where(low > 0, high, threat.shapes[0][0] - 1)
+    while bool((low < high).any()):
+        side = int(((low + high + 1) // 2)[low < high][0])
+        asked = ((low + high + 1) // 2 == side) & (low < high)
+        squares = _placements(threat.with_squares(side).on_features(model.grid, model.corrupted))
+        good = (_margins(model, features[asked], labels[asked], squares, every=False) > 0).all(1)
+        good = torch.zeros_like(asked).masked_scatter(asked, good)
+        low = torch.where(good, side, low)
+        high = torch.where(asked & ~good, side - 1, high)
+    return low
 
 
 def _maps(

@@ -5,16 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import largest_square, safe_groups, safe_maps
+from patchcure.operations.base import (
+    Detail,
+    every_mask,
+    largest_square,
+    margins,
+    masked_logits,
+    safe_maps,
+    tolerance,
+)
 from patchcure.operations.challenger import Challenger
 from patchcure.operations.double_masking import DoubleMasking
-from patchcure.operations.pairs import right_pairs, worst_pair
 from patchcure.threat import PatchThreat
 
 
@@ -28,16 +36,16 @@ class CrossCert:
     **Certificate.** Two levels, each proved for every image that a patch of the threat can make of x:
 
     * certified: the label is y, or there is an alarm; and the label of the clean image is y.
-      Condition: for every location l some mask i that hides it has P(i) = y; and all P(i) are y, or some mask j has
-      P(j, k) = y for all k.
+      Condition: all P(i) are y, or the recovery's own certificate holds (for every location some mask that hides it
+      has only pairs of y).
     * strict: the label is y, alarm or not, and the clean image raises none. Condition: P(i, j) = y for all pairs.
 
-    **Proof.** Let the patches lie at l, hidden by mask i with P(i) = y, which no patch at l can change. Without an
-    alarm every one-mask prediction is the label, P(i) among them: it is y. On the clean image the recovery returns a
-    unanimous first round, y; and a row of y's decides it by the recovery's proof, for a patch that changes nothing. If
-    all pairs are y, that proof gives y on every attacked image, and the clean image's first round is unanimous. All
-    pairs right makes every P(i) right, so strict implies certified. (Where the label itself is safe, location by
-    location, is the certificate of `recovery`.)
+    **Proof.** A location is safe if some mask i that hides it has P(i) = y, which no patch there can change: without an
+    alarm every one-mask prediction is the label, P(i) among them, so the label is y. Either condition makes every
+    location safe, because the masks cover the threat and P(i) is one of the pairs of i. On the clean image the recovery
+    returns a unanimous first round, y; and its certificate gives y for a patch that changes nothing. If all pairs are
+    y, the recovery's proof gives y on every attacked image, and the clean image's first round is unanimous. (Where the
+    label itself is safe, location by location, is the certificate of `recovery`.)
 
     Args:
         recovery: which rule recovers the label; it must return a unanimous first round.
@@ -59,17 +67,27 @@ class CrossCert:
         return replace(recovered, alarm=(recovered.votes != recovered.labels[:, None]).any(1))
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the class. Equalities count only where the margin is above the tolerance."""
-        margin, right = right_pairs(model, features, masks, labels)
-        single, rows = right.diagonal(dim1=1, dim2=2), right.all(2)
-        clean = single.all(1) | rows.any(1)
-        return Certificate(
-            certified=safe_groups(single, masks.coverage.covers).all(1) & clean,
-            strict=rows.all(1),
-            margin=margin.flatten(1).amin(1),
-            failed=worst_pair(margin, right),
+        images, index = every_mask(features, masks)
+        parts = [
+            margins(logits, labels[images[part]]) > tolerance(logits)
+            for part, logits in masked_logits(model, features, masks, images, index, index)
+        ]
+        single = torch.cat(parts).view(len(features), len(masks))
+        unanimous = single.all(1)
+        recovered = self.recovery.certify(model, features, masks, threat, labels, detail)
+        detected = largest_square(single & unanimous[:, None], model, masks, threat)
+        return replace(
+            recovered,
+            certified=unanimous | recovered.certified,
             safe=safe_maps(single, masks),
-            largest_patch=largest_square(single & clean[:, None], model, masks, threat),
+            largest_patch=torch.maximum(detected, recovered.largest_patch),
         )

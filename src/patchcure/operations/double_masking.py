@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import every_mask, majority, masked_labels, suspicion, unmasked_logits
+from patchcure.operations.base import Detail, every_mask, finite, majority, masked_labels, suspicion
 from patchcure.operations.pairs import certify_pairs
 from patchcure.threat import PatchThreat
 
@@ -52,7 +52,7 @@ class DoubleMasking:
         if self.reference == "majority":
             reference = majority(votes, model.num_classes)
         else:
-            reference = unmasked_logits(model, features).argmax(1)
+            reference = finite(model.unmasked(features)).argmax(1)
             evaluations += 1
         disagreeing = votes != reference[:, None]
         labels, decided = reference.clone(), disagreeing.clone()
@@ -79,10 +79,16 @@ class DoubleMasking:
         )
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the proof above and `certify_pairs`."""
-        return certify_pairs(model, features, masks, threat, labels)
+        return certify_pairs(model, features, masks, threat, labels, detail)
 
 
 def _second_round(

@@ -12,8 +12,8 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import every_mask, margins, masked_logits, tolerance, unmasked_logits
-from patchcure.operations.one_round import agreement, certify_round, confidence, one_mask_votes
+from patchcure.operations.base import Detail, confidence, every_mask, finite, margins, masked_logits, tolerance
+from patchcure.operations.one_round import agreement, certify_round, one_mask_votes
 from patchcure.threat import PatchThreat
 
 
@@ -47,10 +47,16 @@ class HiCert:
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, -1 for an alarm."""
         votes, sure = one_mask_votes(model, features, masks)
-        return agreement(model, masks, unmasked_logits(model, features).argmax(1), votes, doubt=sure < self.tau)
+        return agreement(model, masks, finite(model.unmasked(features)).argmax(1), votes, doubt=sure < self.tau)
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the class. Each condition counts only where it is clear of rounding."""
         images, index = every_mask(features, masks)

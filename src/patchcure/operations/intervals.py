@@ -56,13 +56,11 @@ def margins_below(
     the smallest normal number for underflow. By induction the computed values of every layer lie between its bounds.
     Algorithms that are no sums of products (Winograd, TF32) are not covered.
 
-    >>> network = nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)).requires_grad_(False)
-    >>> network[1].weight.copy_(torch.tensor([[1.0], [-1.0]]))
-    tensor([[ 1.],
-            [-1.]])
-    >>> point = torch.full((1, 1, 1, 1), 0.5)
-    >>> margins_below(network, point - 0.25, point + 0.25, torch.tensor([0]), torch.float32).round(decimals=3)
-    tensor([[   inf, 0.5000]], dtype=torch.float64)
+    >>> network = nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False))
+    >>> _ = nn.init.ones_(network[1].weight[:1].data), nn.init.zeros_(network[1].weight[1:].data)
+    >>> low, high = torch.full((1, 1, 1, 1), 0.25), torch.full((1, 1, 1, 1), 0.75)
+    >>> margins_below(network, low, high, torch.tensor([0]), torch.float32).detach().round(decimals=3)
+    tensor([[   inf, 0.2500]], dtype=torch.float64)
     """
     *layers, last = layers_of(network)
     if not isinstance(last, nn.Linear):

@@ -12,8 +12,17 @@ from torch import Tensor
 from patchcure.certificate import ALARM, Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import every_mask, majority, margins, masked_logits, suspicion, tolerance
-from patchcure.operations.one_round import certify_round, confidence, one_mask_votes
+from patchcure.operations.base import (
+    Detail,
+    confidence,
+    every_mask,
+    majority,
+    margins,
+    masked_logits,
+    suspicion,
+    tolerance,
+)
+from patchcure.operations.one_round import certify_round, one_mask_votes
 from patchcure.threat import PatchThreat
 
 
@@ -59,7 +68,13 @@ class MinorityReports:
         )
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the class. A vote counts as y, or as unheard, only where that is clear of rounding."""
         images, index = every_mask(features, masks)

@@ -10,6 +10,7 @@ from patchcure.certificate import ALARM, Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.operations.base import (
+    confidence,
     every_mask,
     largest_square,
     masked_logits,
@@ -18,17 +19,6 @@ from patchcure.operations.base import (
     suspicion,
 )
 from patchcure.threat import PatchThreat
-
-
-def confidence(logits: Float[Tensor, "j classes"], shift: Float[Tensor, " j"] | float = 0.0) -> Float[Tensor, " j"]:
-    """The largest softmax probability, if its logit were higher by `shift` beside all the others.
-
-    >>> confidence(torch.tensor([[0.0, 0.0]]))
-    tensor([0.5000], dtype=torch.float64)
-    """
-    top, best = logits.double().max(1, keepdim=True)
-    others = logits.double().scatter(1, best, -torch.inf).logsumexp(1)
-    return torch.sigmoid(top[:, 0] - others + shift)
 
 
 def one_mask_votes(

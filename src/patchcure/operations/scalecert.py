@@ -14,7 +14,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import HIDDEN_BYTES, ROUNDING, checked_logits, margins, tolerance
+from patchcure.operations.base import HIDDEN_BYTES, ROUNDING, Detail, finite, margins, tolerance
 from patchcure.operations.one_round import agreement, certify_round
 from patchcure.threat import PatchThreat
 
@@ -57,7 +57,13 @@ class ScaleCert:
         return agreement(model, masks, votes[:, -1], votes[:, :-1])
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the class. A prediction counts as y only where its margin and its choice of cells are clear."""
         margin, right = [], []
@@ -79,7 +85,7 @@ class ScaleCert:
         for images, index in (part.T for part in jobs.split(max(1, HIDDEN_BYTES // model.grid.cells))):
             kept, clear = most_important(importance[images], table[index], count)
             hidden = ~kept.unflatten(1, (model.grid.height, model.grid.width))
-            yield images, checked_logits(model, features, images, hidden), clear
+            yield images, finite(model.logits(features, images, hidden)), clear
 
 
 def most_important(
