@@ -16,7 +16,7 @@ from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.models.classifier import AnyClassifier
 from patchcure.operations.base import Detail, finite
-from patchcure.operations.intervals import margins_below
+from patchcure.operations.intervals import margins_below, sums_of_products
 from patchcure.threat import FeatureThreat, PatchThreat
 
 Places = tuple[Box, ...]
@@ -46,7 +46,8 @@ class IntervalBounds:
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The network's own labels."""
-        labels = finite(model.unmasked(features)).argmax(1)
+        with sums_of_products():
+            labels = finite(model.unmasked(features)).argmax(1)
         return Prediction(
             labels=labels,
             unanimous=torch.ones_like(labels, dtype=torch.bool),
@@ -67,16 +68,17 @@ class IntervalBounds:
         detail: Detail = "locations",
     ) -> Certificate:
         """See the class. Without locations asked for, an image that fails is left at its first open location."""
-        pixels = _pixel_model(model, features)
+        pixels = _pixel_model(model)
         placed = _placements(masks.threat)
-        margin = _margins(pixels, features, labels, placed, every=detail != "verdict")
-        safe = margin > 0
-        certified = safe.all(1)
-        largest = torch.where(certified, max(min(shape) for shape in threat.shapes), 0)
-        if detail == "verdict":
-            safe &= certified[:, None]
-        else:
-            largest = _largest(pixels, features, labels, threat, largest)
+        with sums_of_products():
+            margin = _margins(pixels, features, labels, placed, every=detail != "verdict")
+            safe = margin > 0
+            certified = safe.all(1)
+            largest = torch.where(certified, max(min(shape) for shape in threat.shapes), 0)
+            if detail == "verdict":
+                safe &= certified[:, None]
+            else:
+                largest = _largest(pixels, features, labels, threat, largest)
         return Certificate(
             certified=certified,
             strict=certified,
@@ -87,15 +89,10 @@ class IntervalBounds:
         )
 
 
-def _pixel_model(model: SplitModel, features: Tensor) -> AnyClassifier:
-    if not isinstance(model, AnyClassifier):
+def _pixel_model(model: SplitModel) -> AnyClassifier:
+    if type(model) is not AnyClassifier:
         raise ValueError(
             f"Interval bounds need a classifier with masks on the pixels (AnyClassifier), got {type(model).__name__}."
-        )
-    if torch.get_float32_matmul_precision() != "highest" or (features.is_cuda and torch.backends.cudnn.allow_tf32):
-        raise ValueError(
-            "Products may be rounded to TF32 or bfloat16, for which these bounds are not proved: call "
-            'torch.set_float32_matmul_precision("highest") and set torch.backends.cudnn.allow_tf32 = False.'
         )
     return model
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +38,21 @@ def layers_of(network: nn.Module) -> Iterator[nn.Module]:
         )
 
 
+@contextmanager
+def sums_of_products() -> Iterator[None]:
+    """Convolutions inside add products: libraries that may choose Winograd or Fourier transforms are switched off."""
+    if torch.get_float32_matmul_precision() != "highest":
+        raise ValueError(
+            "Products may be rounded to TF32 or bfloat16, for which interval bounds are not proved: call "
+            'torch.set_float32_matmul_precision("highest") first.'
+        )
+    libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn, torch.backends.nnpack)
+    with ExitStack() as off:
+        for library in libraries:
+            off.enter_context(library.flags(enabled=False))
+        yield
+
+
 def margins_below(
     network: nn.Module,
     lower: Float[Tensor, "j c h w"],
@@ -54,7 +71,7 @@ def margins_below(
     radii r with |c| + r = m = max(|l|, |u|), by at most (n+4) eps (|W| m + |b|), as float64 is at least as fine as
     `dtype`. Each layer's bounds are moved outward by 2 (n+4) eps (|W| m + |b|), more than both together, and by n times
     the smallest normal number for underflow. By induction the computed values of every layer lie between its bounds.
-    Algorithms that are no sums of products (Winograd, TF32) are not covered.
+    Algorithms that are no sums of products (Winograd, TF32) are not covered: see `sums_of_products`.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False))
     >>> _ = nn.init.ones_(network[1].weight[:1].data), nn.init.zeros_(network[1].weight[1:].data)
