@@ -164,7 +164,7 @@ class Coverage:
             top, bottom = rows[:, 0, None], rows[:, 1, None]
             left, right = cols[None, :, 0], cols[None, :, 1]
             seen = visible[:, bottom, right] - visible[:, top, right] - visible[:, bottom, left] + visible[:, top, left]
-            blocks.append((seen == 0).reshape(len(hidden), -1).T)
+            blocks.append((seen == 0).reshape(len(hidden), len(rows) * len(cols)).T)
             shapes.append((row_of, col_of, len(cols)))
         single, group_of = _unique_rows(np.concatenate(blocks))
         maps, offset = [], 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,11 +46,14 @@ def sums_of_products() -> Iterator[None]:
             "Products may be rounded to TF32 or bfloat16, for which interval bounds are not proved: call "
             'torch.set_float32_matmul_precision("highest") first.'
         )
-    libraries: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn, torch.backends.nnpack)
-    with ExitStack() as off:
-        for library in libraries:
-            off.enter_context(library.flags(enabled=False))
-        yield
+    backends: Any = torch.backends
+    before = backends.mkldnn.enabled
+    with backends.cudnn.flags(enabled=False, allow_tf32=False), backends.nnpack.flags(enabled=False):
+        backends.mkldnn.enabled = False
+        try:
+            yield
+        finally:
+            backends.mkldnn.enabled = before
 
 
 def margins_below(
