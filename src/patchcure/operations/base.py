@@ -32,6 +32,10 @@ class SecureOperation(Protocol):
     together: ClassVar[int]
     """How many masks are applied at once: 2 for two rounds, 1 for one round, 0 for a rule that uses no masks."""
 
+    def worst_evaluations(self, masks: int) -> int:
+        """How often an attacker can make the LRF part run for one image."""
+        ...
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """Labels with their evidence, from features that may be attacked."""
         ...
@@ -148,17 +152,10 @@ def safe_maps(trusted: Bool[Tensor, "b m"], masks: MaskSet) -> tuple[Bool[Tensor
     """For each shape, the locations that are safe (with K patches: wherever the other patches are)."""
     coverage = masks.coverage
     unsafe = ~safe_groups(trusted, coverage.covers)
-    members = coverage.members.to(trusted.device)
-    singles = torch.zeros(len(trusted), int(members.max()) + 1, dtype=torch.bool, device=trusted.device)
-    for column in members.T:
-        singles |= _spread(unsafe, column, singles.shape[1])
-    return tuple(~singles[:, where.to(trusted.device)] for where in coverage.maps)
-
-
-def _spread(flags: Bool[Tensor, "b g"], target: Int[Tensor, " g"], size: int) -> Bool[Tensor, "b size"]:
-    """OR the flags into their targets."""
-    counts = torch.zeros(len(flags), size, dtype=torch.long, device=flags.device)
-    return counts.index_add(1, target, flags.long()) > 0
+    location = coverage.location.to(trusted.device)
+    failures = torch.zeros(len(trusted), int(location.max()) + 1, dtype=torch.long, device=trusted.device)
+    safe = failures.index_add(1, location, unsafe.long()) == 0
+    return tuple(safe[:, where.to(trusted.device)] for where in coverage.maps)
 
 
 def largest_square(

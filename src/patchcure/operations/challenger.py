@@ -35,6 +35,10 @@ class Challenger:
 
     together: ClassVar[int] = 2
 
+    def worst_evaluations(self, masks: int) -> int:
+        """Each mask alone, and each challenger once."""
+        return 2 * masks - 1
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, with the evidence."""
         batch, count, device = len(features), len(masks), features.device

@@ -43,6 +43,10 @@ class DoubleMasking:
         if self.reference not in ("majority", "unmasked"):
             raise ValueError(f"reference: expected 'majority' or 'unmasked', got {self.reference!r}.")
 
+    def worst_evaluations(self, masks: int) -> int:
+        """Every pair once."""
+        return masks * (masks + 1) // 2 + (self.reference == "unmasked")
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, with the evidence."""
         batch, count, device = len(features), len(masks), features.device
