@@ -39,6 +39,10 @@ class Agreement:
 
     together: ClassVar[int] = 1
 
+    def worst_evaluations(self, masks: int) -> int:
+        """Each mask alone, and none."""
+        return masks + 1
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, -1 for an alarm."""
         votes, _ = one_mask_votes(model, features, masks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
-from patchcure.masks import MaskSet
+from patchcure.masks import TOO_MANY, MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.models.classifier import AnyClassifier
 from patchcure.operations.base import Detail, finite
@@ -43,6 +44,10 @@ class IntervalBounds:
     """
 
     together: ClassVar[int] = 0
+
+    def worst_evaluations(self, masks: int) -> int:
+        """The network, once."""
+        return 1
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The network's own labels."""
@@ -100,7 +105,13 @@ def _pixel_model(model: SplitModel) -> AnyClassifier:
 def _placements(threat: FeatureThreat) -> list[Places]:
     """All boxes of pixels that the attacker may own together."""
     boxes = list(dict.fromkeys(threat.locations()))
-    return list(itertools.combinations(boxes, min(threat.count, len(boxes))))
+    count = min(threat.count, len(boxes))
+    if (needed := math.comb(len(boxes), count)) > TOO_MANY:
+        raise ValueError(
+            f"{count} patches at {len(boxes)} locations each would need {needed:,} bounds for each image: use fewer "
+            "patches or a smaller image."
+        )
+    return list(itertools.combinations(boxes, count))
 
 
 def _margins(

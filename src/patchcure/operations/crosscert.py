@@ -61,6 +61,10 @@ class CrossCert:
                 f"first round, got {self.recovery!r}."
             )
 
+    def worst_evaluations(self, masks: int) -> int:
+        """Those of the recovery."""
+        return self.recovery.worst_evaluations(masks)
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The recovered label of each image; the alarm beside it."""
         recovered = self.recovery.predict(model, features, masks)

@@ -44,6 +44,10 @@ class HiCert:
         if not 0 <= self.tau < 1:
             raise ValueError(f"tau: expected a confidence in [0, 1), got {self.tau}.")
 
+    def worst_evaluations(self, masks: int) -> int:
+        """Each mask alone, and none."""
+        return masks + 1
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, -1 for an alarm."""
         votes, sure = one_mask_votes(model, features, masks)

@@ -50,6 +50,10 @@ class ScaleCert:
         if not 0 < self.share <= 1:
             raise ValueError(f"share: expected a share of the cells in (0, 1], got {self.share}.")
 
+    def worst_evaluations(self, masks: int) -> int:
+        """Each mask alone, and none."""
+        return masks + 1
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, -1 for an alarm."""
         parts = [logits.argmax(1) for _, logits, _ in self._logits(model, features, masks)]
