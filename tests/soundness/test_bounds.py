@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchcure import AnyClassifier, Defense, MaskSet, PatchThreat, SplitViT, build
+from patchcure import AnyClassifier, Defense, Grid, MaskSet, PatchThreat, Resize, SplitViT, build
 from patchcure.models import small_cnn
 from patchcure.operations import DoubleMasking, IntervalBounds
 from patchcure.operations.intervals import margins_below, sums_of_products
@@ -206,6 +206,25 @@ def test_two_patches(trained: tuple[Defense, Tensor, Tensor]) -> None:
             assert not bool((wrong & safe).any())
             tried += int(safe.sum())
     assert tried > 500
+
+
+def test_a_patch_before_the_resize(trained: tuple[Defense, Tensor, Tensor]) -> None:
+    """One pixel of a picture of 16x16 reaches several of the 8x8 that the network reads, whose range is still [0, 1]."""
+    defense, images, _ = trained
+    resize = Resize(Grid(16, 16), Grid(8, 8), interpolation="bilinear")
+    pictures = nn.functional.interpolate(images[:20], (16, 16), mode="nearest")
+    threat = PatchThreat.square(1, 16).before(resize)
+    small = Defense(defense.model, threat, operation=IntervalBounds())
+    labels = small.predict(resize(pictures)).labels
+    safe = small.certify(resize(pictures), labels, detail="locations").safe[0]
+    tried = 0
+    for row, col, value in itertools.product(range(16), range(16), (0.0, 1.0)):
+        attacked = pictures.clone()
+        attacked[:, :, row, col] = value
+        wrong = small.predict(resize(attacked)).labels != labels
+        assert not bool((wrong & safe[:, row, col]).any())
+        tried += int(safe[:, row, col].sum())
+    assert tried > 200
 
 
 def linear(weight: float, bias: float) -> tuple[Defense, nn.Linear]:
