@@ -209,7 +209,7 @@ def test_two_patches(trained: tuple[Defense, Tensor, Tensor]) -> None:
 
 
 def test_a_patch_before_the_resize(trained: tuple[Defense, Tensor, Tensor]) -> None:
-    """One pixel of a picture of 16x16 reaches several of the 8x8 that the network reads, whose range is still [0, 1]."""
+    """One pixel of a 16x16 picture reaches several of the 8x8 that the network reads, whose range is still [0, 1]."""
     defense, images, _ = trained
     resize = Resize(Grid(16, 16), Grid(8, 8), interpolation="bilinear")
     pictures = nn.functional.interpolate(images[:20], (16, 16), mode="nearest")
