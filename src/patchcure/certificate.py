@@ -18,7 +18,7 @@ class Prediction:
     """Labels, and what the masks said.
 
     Args:
-        labels: the label of each image; -1 where a detector raises an alarm.
+        labels: the label of each image; -1 where a detector raises an alarm instead of giving one.
         unanimous: did all masks of the first round agree?
         votes: the label under each mask of the first round.
         disagreeing: the masks of the first round that voted for another label than the reference (the majority, or
@@ -26,7 +26,7 @@ class Prediction:
         suspicion: where a patch may be: the pixels of the mask that overruled the others, else of all disagreeing
             masks; None where the masks agreed. Evidence, not proof.
         evaluations: how many times the LRF part was evaluated for each image.
-        alarm: did a detector refuse to give a label?
+        alarm: did a detector raise an alarm? On a clean image that is a false alarm.
     """
 
     labels: Int[Tensor, " b"]
@@ -50,7 +50,8 @@ class Certificate:
         margin: the smallest margin of the true label's logit above all others, over everything that `strict` looks at.
             Where an image fails, the search may stop before the smallest (see `detail` in `Defense.certify`).
         failed: the masks where that margin is not above the tolerance, else (-1, -1).
-        safe: for each patch shape, the locations (row, column of the patch's corner) at which no patch can succeed.
+        safe: for each patch shape, the locations (row, column of the patch's corner) at which no patch can succeed
+            (for a detector: without an alarm, whatever it says of the clean image).
             None of a failed image's with ``detail="verdict"``, which does not look for them.
         largest_patch: the side of the largest square patch that is certified with these masks, 0 if none.
     """

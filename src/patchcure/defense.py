@@ -25,7 +25,7 @@ class Defense(nn.Module):
     Args:
         model: a network that can be split.
         threat: what the attacker may do.
-        masks: what to hide; by default masks at every cell that cover the threat.
+        masks: what to hide; by default masks at every cell that cover the threat (none, if the operation needs none).
         operation: how predictions under masks become a label.
 
     `recipe` holds the arguments of `patchcure.build` where that made the defense.
@@ -60,9 +60,10 @@ class Defense(nn.Module):
         self.threat = threat
         self.operation: SecureOperation = DoubleMasking() if operation is None else operation
         reach = threat.on_features(model.grid, model.corrupted)
-        masks = masks or MaskSet.covering(reach, together=self.operation.together)
+        together = self.operation.together
+        masks = masks or MaskSet.covering(reach, together=together)
         # Built anew from the model's own geometry, so that masks made for another threat or model are refused.
-        self.masks = MaskSet(masks.masks, reach, max(masks.together, self.operation.together))
+        self.masks = MaskSet(masks.masks, reach, max(masks.together, together) if together else 0)
         self.eval()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:

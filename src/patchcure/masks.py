@@ -34,7 +34,8 @@ class MaskSet:
     Args:
         masks: what each mask hides.
         threat: what they must cover.
-        together: how many masks an operation applies at once (2 for double masking, 1 for one-round detectors).
+        together: how many masks an operation applies at once (2 for double masking, 1 for one-round detectors). With 0,
+            for a rule that uses no masks, the set is empty and only says what the threat is.
 
     >>> from patchcure import PatchThreat
     >>> threat = PatchThreat.square(32, image=224)
@@ -51,8 +52,11 @@ class MaskSet:
     _others: dict[FeatureThreat, Coverage] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.masks:
-            raise ValueError("A mask set needs at least one mask, got none.")
+        if bool(self.masks) != bool(self.together):
+            raise ValueError(
+                f"Expected {'at least one mask' if self.together else 'no masks'} for a rule that applies "
+                f"{self.together} at once, got {len(self.masks)}."
+            )
         grid = self.grid
         hidden = torch.zeros(len(self.masks), grid.height, grid.width, dtype=torch.bool, device="cpu")
         for index, mask in enumerate(self.masks):
@@ -62,6 +66,8 @@ class MaskSet:
                 hidden[index, box.top : box.bottom, box.left : box.right] = True
         object.__setattr__(self, "hidden", hidden)
         object.__setattr__(self, "coverage", Coverage.of(hidden, self.threat))
+        if not self.together:
+            return
         if (bare := self.coverage.bare) is not None:
             raise ValueError(
                 f"The masks do not cover the threat: no mask hides the corrupted cells {bare}. "
@@ -101,6 +107,10 @@ class MaskSet:
             per_axis: instead of a stride, at most this many masks on each axis.
             together: see the class.
         """
+        if not together:
+            if (stride, per_axis) not in ((1, None), ((1, 1), None)):
+                raise ValueError("This rule uses no masks: leave out the mask stride and the masks per axis.")
+            return cls((), threat, together)
         strides = pair(stride, "mask stride")
         budget = None if per_axis is None else pair(per_axis, "masks per axis")
         grid = threat.grid
@@ -164,7 +174,7 @@ class Coverage:
             top, bottom = rows[:, 0, None], rows[:, 1, None]
             left, right = cols[None, :, 0], cols[None, :, 1]
             seen = visible[:, bottom, right] - visible[:, top, right] - visible[:, bottom, left] + visible[:, top, left]
-            blocks.append((seen == 0).reshape(len(hidden), -1).T)
+            blocks.append((seen == 0).reshape(len(hidden), len(rows) * len(cols)).T)
             shapes.append((row_of, col_of, len(cols)))
         single, group_of = _unique_rows(np.concatenate(blocks))
         maps, offset = [], 0
@@ -239,6 +249,8 @@ def _unique_rows(
     table: Bool[np.ndarray, "n m"],
 ) -> tuple[Bool[np.ndarray, "g m"], Int[np.ndarray, " n"]]:
     """The distinct rows of a table, and which of them each row is."""
+    if not table.shape[1]:
+        return table[:1], np.zeros(len(table), dtype=np.int64)
     packed = np.ascontiguousarray(np.packbits(table, axis=1))
     keys = packed.view(np.dtype((np.void, packed.shape[1]))).reshape(-1)
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)

@@ -13,7 +13,7 @@ from patchcure._torchvision import ensure_torchvision
 from patchcure.defense import Defense
 from patchcure.geometry import Grid, pair
 from patchcure.masks import MaskSet
-from patchcure.models import AnyClassifier, BagResNet, SplitModel, SplitResNet, SplitViT
+from patchcure.models import AnyClassifier, BagResNet, SplitModel, SplitResNet, SplitViT, small_cnn
 from patchcure.models.bagnet import DESIGNS
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD
 from patchcure.models.vit import Flavour, NormOrder
@@ -30,6 +30,13 @@ VIT_SIZES = {
     "B": "vit_base_patch16_224",
     "L": "vit_large_patch16_224",
 }
+PIXEL_RULES = {
+    "PatchCleanser": "double-masking",
+    "CrossCert": "crosscert",
+    "HiCert": "hicert",
+    "MR": "minority-reports",
+}
+"""Defenses with masks on the pixels, and their operations."""
 MANY_MASKS = 1024
 """Where a mask at every cell would need more masks than this, six on each axis are the default (PatchCleanser's)."""
 
@@ -140,13 +147,17 @@ class BagName:
 
 @dataclass(frozen=True)
 class CleanserName:
-    """PatchCleanser-ViT-B, PatchCleanser-ResNet50, PatchCleanser-<timm name>: masks on the pixels."""
+    """PatchCleanser-ViT-B, MR-ResNet50, HiCert-<timm name>: masks on the pixels, see `PIXEL_RULES`."""
 
     network: str
-    operation: ClassVar[str] = "double-masking"
+    method: str = "PatchCleanser"
 
     def __str__(self) -> str:
-        return f"PatchCleanser-{self.network}"
+        return f"{self.method}-{self.network}"
+
+    @property
+    def operation(self) -> str:
+        return PIXEL_RULES[self.method]
 
     def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
         if vit := re.fullmatch(r"ViT-(\w+)", self.network):
@@ -186,7 +197,53 @@ class LocalName:
         return self.network.model(**options)
 
 
-Name = ViTName | BagName | CleanserName | LocalName
+@dataclass(frozen=True)
+class TokenName:
+    """ViP-detect, PatchCensor-ViT-Ti: windows of single tokens are dropped before the first block."""
+
+    method: str
+    size: str
+    operation: ClassVar[str] = "agreement"
+
+    def __str__(self) -> str:
+        return self.method if self.size == "B" else f"{self.method}-ViT-{self.size}"
+
+    def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
+        return ViTName(self.size, (1, 1), 0).model(**options)
+
+
+@dataclass(frozen=True)
+class ScaleName:
+    """ScaleCert-ResNet50: split after the first stage, with the BagNet of the smallest receptive field there."""
+
+    depth: int
+    operation: ClassVar[str] = "scalecert"
+
+    def __str__(self) -> str:
+        return f"ScaleCert-ResNet{self.depth}"
+
+    def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
+        return BagName(*{50: (9, 50, 10), 18: (5, 18, 5)}[self.depth]).model(**options)
+
+
+@dataclass(frozen=True)
+class IntervalName:
+    """IBP-CNN: a small network for images of 32 pixels and ten labels (or what the options say)."""
+
+    operation: ClassVar[str] = "interval-bounds"
+
+    def __str__(self) -> str:
+        return "IBP-CNN"
+
+    def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
+        _refuse(options, "pretrained", "patch_size")
+        size, classes = options.get("image_size", 32), options.get("num_classes", 10)
+        mean, std = _colours(options)
+        network = small_cnn(size, classes, options.get("in_chans", 3))
+        return AnyClassifier(network, size, classes, mean, std, **_jobs(options))
+
+
+Name = ViTName | BagName | CleanserName | LocalName | TokenName | ScaleName | IntervalName
 
 
 def parse(name: str) -> Name:
@@ -199,8 +256,14 @@ def parse(name: str) -> Name:
         return ViTName(vit[1] or "B", (int(vit[2]), int(vit[3])), int(vit[4]))
     if bag := re.fullmatch(r"PCURE-BagNet(\d+)(?:-R(\d+))?-k(\d+)", name):
         return BagName(int(bag[1]), int(bag[2] or 50), int(bag[3]))
-    if cleanser := re.fullmatch(r"PatchCleanser-(ViT-(?:Ti|S|B|L)|ResNet\d+|[a-z].*)", name):
-        return CleanserName(cleanser[1])
+    if pixels := re.fullmatch(rf"({'|'.join(PIXEL_RULES)})-(ViT-(?:Ti|S|B|L)|ResNet\d+|[a-z].*)", name):
+        return CleanserName(pixels[2], pixels[1])
+    if token := re.fullmatch(r"(ViP-detect|PatchCensor)(?:-ViT-(Ti|S|B|L))?", name):
+        return TokenName(token[1], token[2] or "B")
+    if scale := re.fullmatch(r"ScaleCert-ResNet(50|18)", name):
+        return ScaleName(int(scale[1]))
+    if name == "IBP-CNN":
+        return IntervalName()
     if local := re.fullmatch(r"(PatchGuard(?:\+\+)?|CBN|BagCert)-((?:ViT|BagNet).+?)(-k\d+)?", name):
         with contextlib.suppress(ValueError):
             network = parse(f"PCURE-{local[2]}{local[3] or '-k0'}")
@@ -219,6 +282,8 @@ def known() -> list[str]:
     names += [f"PatchGuard-BagNet{field}" for field in (17, 33, 45)]
     names += [f"PatchGuard-ViT{window}" for window in windows]
     names += ["PatchGuard++-BagNet33", "CBN-BagNet17", "BagCert-BagNet17"]
+    names += ["MR-ViT-B", "HiCert-ViT-B", "CrossCert-ViT-B", "ViP-detect", "PatchCensor"]
+    names += ["ScaleCert-ResNet50", "IBP-CNN"]
     names += [f"PCURE-ViT-Ti-{window}-k{k}" for window in windows for k in range(13)]
     return [*names, "PCURE-BagNet9-k50", "PCURE-BagNet9-R18-k18", "PatchCleanser-ViT-Ti", "PatchCleanser-ResNet18"]
 
@@ -267,7 +332,8 @@ def build(
     threat = _threat(patch, patches, resize_from, network.image)
     rule = _operation(operation)
     reach = threat.on_features(network.grid, network.corrupted)
-    if mask_stride is None and masks_per_axis is None and _every_cell(network.grid, reach.footprints[0].extent):
+    few = mask_stride is None and masks_per_axis is None and rule.together > 0
+    if few and _every_cell(network.grid, reach.footprints[0].extent):
         masks_per_axis = 6
     masks = MaskSet.covering(reach, 1 if mask_stride is None else mask_stride, masks_per_axis, rule.together)
     defense = Defense(network, threat, masks, rule)

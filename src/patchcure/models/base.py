@@ -101,6 +101,15 @@ class SplitModel(nn.Module, ABC):
             rows += [self.masked(prepared, images[part], flat[part]) for part in group.split(self.max_jobs)]
         return torch.cat(rows)[order.argsort()]
 
+    def by_cell(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells d"]:
+        """The features of each cell, in the order of the flattened grid; a model that keeps them otherwise says how."""
+        if features.shape[1] != self.grid.cells:
+            raise ValueError(
+                f"Expected features with one entry for each of {self.grid.cells} cells, got {tuple(features.shape)}: "
+                f"{type(self).__name__} must override by_cell."
+            )
+        return features.reshape(len(features), self.grid.cells, -1)
+
     def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
         """What each cell alone says: its logits when all other cells are hidden.
 

@@ -47,6 +47,9 @@ class AnyClassifier(SplitModel):
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         return self.normalize(images)
 
+    def by_cell(self, features: Float[Tensor, "b c h w"]) -> Float[Tensor, "b cells c"]:
+        return features.flatten(2).transpose(1, 2)
+
     def masked(
         self, prepared: Float[Tensor, "b c h w"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
     ) -> Float[Tensor, "j classes"]:

@@ -113,6 +113,9 @@ class SplitResNet(SplitModel):
         x = self.network.srf(pixels)
         return x.flatten(2).transpose(1, 2) if self.whole else x
 
+    def by_cell(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells d"]:
+        return features if self.whole else features.flatten(2).transpose(1, 2)
+
     def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
         if not self.whole:
             return super().local_logits(features)

@@ -31,7 +31,7 @@ class SecureOperation(Protocol):
     """Turns predictions under masks into a label that no patch can change, or into a proof of that."""
 
     together: ClassVar[int]
-    """How many masks are applied at once: 2 for two rounds, 1 for one round."""
+    """How many masks are applied at once: 2 for two rounds, 1 for one round, 0 for a rule that uses no masks."""
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """How often an attacker can make the LRF part run for one image."""
@@ -77,6 +77,15 @@ def confidence(logits: Float[Tensor, "j classes"], shift: Float[Tensor, " j"] | 
     return torch.sigmoid(top[:, 0] - others + shift)
 
 
+def finite(logits: Float[Tensor, "j classes"]) -> Float[Tensor, "j classes"]:
+    """The same logits, which must be finite."""
+    if not logits.is_meta and not bool(logits.isfinite().all()):
+        raise FloatingPointError(
+            "A logit is NaN or infinite, so there is no label to trust: check the weights and the input's range."
+        )
+    return logits
+
+
 def masked_logits(
     model: SplitModel,
     features: Tensor,
@@ -90,12 +99,7 @@ def masked_logits(
     size = max(1, HIDDEN_BYTES // masks.grid.cells)
     for start in range(0, len(images), size):
         part = slice(start, min(start + size, len(images)))
-        logits = model.logits(features, images[part], table[first[part]] | table[second[part]])
-        if not logits.is_meta and not bool(logits.isfinite().all()):
-            raise FloatingPointError(
-                "A logit is NaN or infinite, so there is no label to trust: check the weights and the input's range."
-            )
-        yield part, logits
+        yield part, finite(model.logits(features, images[part], table[first[part]] | table[second[part]]))
 
 
 def masked_labels(

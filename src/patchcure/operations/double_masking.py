@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import Detail, every_mask, majority, masked_labels, suspicion
+from patchcure.operations.base import Detail, every_mask, finite, majority, masked_labels, suspicion
 from patchcure.operations.pairs import certify_pairs
 from patchcure.threat import PatchThreat
 
@@ -56,7 +56,7 @@ class DoubleMasking:
         if self.reference == "majority":
             reference = majority(votes, model.num_classes)
         else:
-            reference = model.unmasked(features).argmax(1)
+            reference = finite(model.unmasked(features)).argmax(1)
             evaluations += 1
         disagreeing = votes != reference[:, None]
         labels, decided = reference.clone(), disagreeing.clone()
