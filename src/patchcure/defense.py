@@ -12,6 +12,7 @@ from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.operations import DoubleMasking, SecureOperation
+from patchcure.operations.base import masks_for
 from patchcure.threat import PatchThreat
 
 
@@ -24,7 +25,7 @@ class Defense(nn.Module):
     Args:
         model: a network that can be split.
         threat: what the attacker may do.
-        masks: what to hide; by default masks at every cell that cover the threat.
+        masks: what to hide; by default masks at every cell that cover the threat, or the ablations of a vote.
         operation: how predictions under masks become a label.
 
     `recipe` holds the arguments of `patchcure.build` where that made the defense.
@@ -59,7 +60,7 @@ class Defense(nn.Module):
         self.threat = threat
         self.operation: SecureOperation = DoubleMasking() if operation is None else operation
         reach = threat.on_features(model.grid, model.corrupted)
-        masks = masks or MaskSet.covering(reach, together=self.operation.together)
+        masks = masks or masks_for(self.operation, reach)
         # Built anew from the model's own geometry, so that masks made for another threat or model are refused.
         self.masks = MaskSet(masks.masks, reach, max(masks.together, self.operation.together))
         self.eval()

@@ -6,22 +6,31 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
+
+from torch import nn
 
 from patchcure._torchvision import ensure_torchvision
+from patchcure.ablations import Ablation
 from patchcure.defense import Defense
 from patchcure.geometry import Grid, pair
 from patchcure.masks import MaskSet
-from patchcure.models import AnyClassifier, BagResNet, SplitModel, SplitResNet, SplitViT
+from patchcure.models import (
+    AnyClassifier,
+    BagResNet,
+    DroppingViT,
+    SplitModel,
+    SplitResNet,
+    SplitViT,
+    TwoSignClassifier,
+)
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD
 from patchcure.models.resnet import DESIGNS
 from patchcure.models.vit import Flavour, NormOrder
-from patchcure.operations import OPERATIONS, SecureOperation
+from patchcure.operations import OPERATIONS, SecureOperation, Voting
+from patchcure.operations.base import masks_for
 from patchcure.preprocess import Resize
-from patchcure.threat import PatchThreat, Size
-
-if TYPE_CHECKING:
-    from torch import nn
+from patchcure.threat import FeatureThreat, PatchThreat, Size
 
 VIT_SIZES = {
     "Ti": "vit_tiny_patch16_224",
@@ -31,6 +40,10 @@ VIT_SIZES = {
 }
 MANY_MASKS = 1024
 """Where a mask at every cell would need more masks than this, six on each axis are the default (PatchCleanser's)."""
+
+
+SMALL_IMAGE = 64
+"""Below this side a ResNet starts with a 3x3 convolution and no pooling, so that something is left to look at."""
 
 
 class ModelOptions(TypedDict, total=False):
@@ -144,7 +157,51 @@ class CleanserName:
         return AnyClassifier(network, size, classes, mean, std, **_jobs(options))
 
 
-Name = ViTName | BagName | CleanserName
+@dataclass(frozen=True)
+class BandName:
+    """S-ViT-b19-s10, ECViT-b37, ViP-b19-s10, DRS-ResNet50-b25, DRS-ResNet18-block12: votes of bands or blocks.
+
+    The ViTs drop hidden tokens; S-ViT reads its class token, the others average their tokens (as MAE's weights want).
+    DRS reads both signs of the colours and votes for every class above 0.2; ResNet18 is for images of 32 pixels.
+    """
+
+    family: str
+    network: str
+    keep: str
+    size: int
+    stride: int
+
+    def __str__(self) -> str:
+        network = "" if self.network == "B" else f"-{self.network}"
+        stride = f"-s{self.stride}" if self.stride > 1 or self.family in ("S-ViT", "ViP") else ""
+        return f"{self.family}{network}-{self.keep}{self.size}{stride}"
+
+    @property
+    def operation(self) -> Voting:
+        height = self.size if self.keep == "block" else None
+        return Voting(Ablation(height, self.size, self.stride), 0.2 if self.family == "DRS" else None)
+
+    def model(self, **options: Unpack[ModelOptions]) -> SplitModel:
+        _refuse(options, "flavour", "norm_order")
+        if self.network in VIT_SIZES:
+            pool = "token" if self.family == "S-ViT" else "avg"
+            backbone, mean, std = _timm(VIT_SIZES[self.network], options, global_pool=pool)
+            return DroppingViT(backbone, mean, std, **_jobs(options))
+        if any(options.get("mean", ())) or set(options.get("std", ())) - {1.0}:
+            raise ValueError(f"{self}: mean, std: this model reads the colours as they are, in [0, 1]; leave both out.")
+        default = (32, 10) if self.network == "ResNet18" else (224, 1000)
+        size, classes = options.get("image_size", default[0]), options.get("num_classes", default[1])
+        channels = options.get("in_chans", 3)
+        both = {"num_classes": classes, "in_chans": 2 * channels, "mean": (), "std": ()}
+        network, _, _ = _timm(self.network.lower(), cast(ModelOptions, {**options, **both}))
+        if max(pair(size, "image_size")) < SMALL_IMAGE:
+            _refuse(options, "pretrained")
+            network.conv1 = nn.Conv2d(2 * channels, network.conv1.out_channels, 3, padding=1, bias=False)
+            network.maxpool = nn.Identity()
+        return TwoSignClassifier(network, size, classes, channels, **_jobs(options))
+
+
+Name = ViTName | BagName | CleanserName | BandName
 
 
 def parse(name: str) -> Name:
@@ -159,6 +216,10 @@ def parse(name: str) -> Name:
         return BagName(int(bag[1]), int(bag[2] or 50), int(bag[3]))
     if cleanser := re.fullmatch(r"PatchCleanser-(ViT-(?:Ti|S|B|L)|ResNet\d+|[a-z].*)", name):
         return CleanserName(cleanser[1])
+    if band := re.fullmatch(r"(S-ViT|ECViT|ViP)(?:-(Ti|S|B|L))?-(b|block)(\d+)(?:-s(\d+))?", name):
+        return BandName(band[1], band[2] or "B", band[3], int(band[4]), int(band[5] or 1))
+    if band := re.fullmatch(r"(DRS)-(ResNet\d+)-(b|block)(\d+)(?:-s(\d+))?", name):
+        return BandName(band[1], band[2], band[3], int(band[4]), int(band[5] or 1))
     near = difflib.get_close_matches(name, known(), n=3, cutoff=0.4) or known()[:3]
     raise ValueError(f"Unknown defense {name!r}. Did you mean {' or '.join(near)}? `patchcure names` lists all.")
 
@@ -169,6 +230,8 @@ def known() -> list[str]:
     names = [f"PCURE-ViT{window}-k{k}" for window in windows for k in range(13)]
     names += [f"PCURE-BagNet{field}-k50" for field in (17, 33, 45)]
     names += ["PCURE-ViT-L-14x2-k24", "PatchCleanser-ViT-B", "PatchCleanser-ResNet50"]
+    names += ["DRS-ResNet50-b25", "DRS-ResNet18-b4", "DRS-ResNet18-block12", "S-ViT-b19-s10", "S-ViT-b37-s1"]
+    names += ["S-ViT-b19-s1", "S-ViT-b19-s5", "ECViT-b37", "ViP-b19-s10", "ViP-b19-s1", "S-ViT-Ti-b19-s10"]
     names += [f"PCURE-ViT-Ti-{window}-k{k}" for window in windows for k in range(13)]
     return [*names, "PCURE-BagNet9-k50", "PCURE-BagNet9-R18-k18", "PatchCleanser-ViT-Ti", "PatchCleanser-ResNet18"]
 
@@ -181,7 +244,7 @@ def build(
     resize_from: int | tuple[int, int] | None = None,
     mask_stride: int | tuple[int, int] | None = None,
     masks_per_axis: int | tuple[int, int] | None = None,
-    operation: str | SecureOperation = "double-masking",
+    operation: str | SecureOperation | None = None,
     **model: Unpack[ModelOptions],
 ) -> Defense:
     """Build a defense by name, with new weights (`patchcure.load` is for trained ones).
@@ -193,7 +256,7 @@ def build(
         resize_from: the size of the images before the preprocessing resizes them, if the patch is put on those.
         mask_stride: cells between masks; by default 1 (or six masks on each axis where that would be very many).
         masks_per_axis: instead of a stride, how many masks on each axis.
-        operation: one of `patchcure.operations.OPERATIONS` by name, or an operation.
+        operation: one of `patchcure.operations.OPERATIONS` by name, or an operation; by default the name's own.
         **model: see `ModelOptions`.
 
     >>> defense = build("PCURE-ViT-Ti-6x1-k3", image_size=96, num_classes=10, patch=16)
@@ -214,11 +277,9 @@ def build(
         raise ValueError("Give mask_stride or masks_per_axis, not both.")
     network = instance.model(**model)
     threat = _threat(patch, patches, resize_from, network.image)
-    rule = _operation(operation)
+    rule = _operation(getattr(instance, "operation", "double-masking") if operation is None else operation)
     reach = threat.on_features(network.grid, network.corrupted)
-    if mask_stride is None and masks_per_axis is None and _every_cell(network.grid, reach.footprints[0].extent):
-        masks_per_axis = 6
-    masks = MaskSet.covering(reach, 1 if mask_stride is None else mask_stride, masks_per_axis, rule.together)
+    masks = _masks(rule, reach, mask_stride, masks_per_axis)
     defense = Defense(network, threat, masks, rule)
     model |= {"mean": network.mean.flatten().tolist(), "std": network.std.flatten().tolist()}
     defense.recipe = {**recipe, **{key: value for key, value in model.items() if key != "pretrained"}}
@@ -240,6 +301,26 @@ def _operation(operation: str | SecureOperation) -> SecureOperation:
     if operation not in OPERATIONS:
         raise ValueError(f"operation: expected one of {', '.join(OPERATIONS)}, got {operation!r}.")
     return OPERATIONS[operation]
+
+
+def _masks(
+    rule: SecureOperation,
+    reach: FeatureThreat,
+    stride: int | tuple[int, int] | None,
+    per_axis: int | tuple[int, int] | None,
+) -> MaskSet:
+    """The operation's own masks, or the ones that are asked for."""
+    votes = getattr(rule, "ablation", None) is not None
+    if stride is None and per_axis is None:
+        if votes or not _every_cell(reach.grid, reach.footprints[0].extent):
+            return masks_for(rule, reach)
+        per_axis = 6
+    if votes:
+        raise ValueError(
+            "mask_stride, masks_per_axis: a vote keeps bands or blocks, which have their own stride: give it in the "
+            "name (S-ViT-b19-s10) or in the operation, Voting(Ablation(width=19, stride=10))."
+        )
+    return MaskSet.covering(reach, 1 if stride is None else stride, per_axis, rule.together)
 
 
 def _every_cell(grid: Grid, extent: tuple[int, int]) -> bool:

@@ -64,7 +64,7 @@ class SplitModel(nn.Module, ABC):
     def masked(
         self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
     ) -> Float[Tensor, "j classes"]:
-        """The LRF part for a few jobs that all leave the same number of cells visible (at least one)."""
+        """The LRF part for a few jobs of the same length (see `lengths`), each with a visible cell."""
 
     @abstractmethod
     def corrupted(self, box: Box) -> Box:
@@ -74,6 +74,10 @@ class SplitModel(nn.Module, ABC):
     def receptive(self, cells: Box) -> Box:
         """The pixels that these cells read."""
 
+    def lengths(self, hidden: Bool[Tensor, "j cells"]) -> Int[Tensor, " j"]:
+        """How much of each job is visible, in the unit of the model's work; jobs of equal length go together."""
+        return hidden.shape[1] - hidden.sum(1)
+
     def logits(
         self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j h w"]
     ) -> Float[Tensor, "j classes"]:
@@ -82,9 +86,9 @@ class SplitModel(nn.Module, ABC):
         This is the only door to the LRF part.
         """
         flat = hidden.flatten(1)
-        visible = flat.shape[1] - flat.sum(1)
         if flat.is_meta:
             return self.masked(features, images, flat)
+        visible = self.lengths(flat)
         if bool((visible == 0).any()):
             raise ValueError("A job hides every cell, so its prediction would mean nothing: use smaller masks.")
         order = visible.argsort(stable=True)
