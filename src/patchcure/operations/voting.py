@@ -18,7 +18,6 @@ from patchcure.models.base import SplitModel
 from patchcure.operations.base import HIDDEN_BYTES, largest_side, location_maps, masked_logits, tolerance
 from patchcure.threat import PatchThreat
 
-
 COLUMN = Ablation(width=1)
 """One column of cells, at every column."""
 
@@ -104,49 +103,48 @@ class Voting:
             low, high = self._bounds(logits)
             sure.append(low.gather(1, labels[images[part], None])[:, 0])
             perhaps.append(high)
-        for_y = torch.cat(sure).view(len(features), -1)[:, again]
-        for_others = torch.cat(perhaps).view(len(features), -1, model.num_classes)
+        for_y = torch.cat(sure).view(len(features), -1).float()
+        for_any = torch.cat(perhaps).view(len(features), -1, model.num_classes)
 
-        def spare(covers: Bool[Tensor, "g m"]) -> Float[Tensor, "b g"]:
+        def lacking(covers: Bool[Tensor, "g m"]) -> Float[Tensor, "b g"]:
             """For each group of placements, how many votes its attacker lacks."""
-            untouched = covers.to(features.device).float()
-            weights = torch.zeros(len(covers), for_others.shape[1], device=features.device)
-            weights.index_add_(1, again, untouched)  # identical ablations
-            rows = []
-            for yes, maybe, y in zip(for_y.float(), for_others, labels, strict=True):
-                own, budget = untouched @ yes, (1 - untouched).sum(1)
-                parts = zip(*(x.split(_rows(model.num_classes)) for x in (own, budget, weights)), strict=True)
-                rows.append(torch.cat([self._lacking(v, w @ maybe.float(), a, y) for v, a, w in parts]))
-            return torch.stack(rows)
+            untouched = torch.zeros(len(covers), for_y.shape[1], device=features.device)
+            untouched.index_add_(1, again, covers.to(features.device).float())
+            budget = len(masks) - untouched.sum(1)
+            size = max(1, HIDDEN_BYTES // (4 * model.num_classes * len(covers)))
+            parts = zip(for_y.split(size), for_any.split(size), labels.split(size), strict=True)
+            return torch.cat(
+                [self._lacking(y @ untouched.T, untouched @ c.float(), budget, own) for y, c, own in parts]
+            )
 
-        lacking = spare(masks.coverage.covers)
-        safe = lacking > 0
-        touched = (~masks.coverage.covers).sum(1).max().to(features.device).float()
-        everyone = for_others[:, again].sum(1).float()
-        paper = [
-            self._lacking((yes.sum() - touched)[None], others[None], touched[None], y)
-            for yes, others, y in zip(for_y.float(), everyone, labels, strict=True)
-        ]
+        spare = lacking(masks.coverage.covers)
+        most = (~masks.coverage.covers).sum(1).max().to(spare)
+        times = torch.bincount(again).float()
+        paper = self._lacking((for_y @ times - most)[:, None], times[None] @ for_any.float(), most[None], labels)
         return Certificate(
-            certified=safe.all(1),
-            strict=torch.cat(paper) > 0,
-            margin=lacking.amin(1).to(features.dtype),
+            certified=(spare > 0).all(1),
+            strict=paper[:, 0] > 0,
+            margin=spare.amin(1).to(features.dtype),
             failed=torch.full((len(features), 2), -1, device=features.device),
-            safe=location_maps(safe, masks.coverage),
+            safe=location_maps(spare > 0, masks.coverage),
             largest_patch=largest_side(
-                lambda covers: spare(covers) > 0, torch.zeros_like(labels), model, masks, threat
+                lambda covers: lacking(covers) > 0, torch.zeros_like(labels), model, masks, threat
             ),
         )
 
     def _lacking(
-        self, own: Float[Tensor, " g"], others: Float[Tensor, "g classes"], budget: Float[Tensor, " g"], y: Tensor
-    ) -> Float[Tensor, " g"]:
-        """How many votes an attacker with `budget` ablations lacks to take y out of the first k."""
-        classes = torch.arange(others.shape[1], device=others.device)
-        needs = (own[:, None] - others + (y < classes)).clamp(min=0)
-        needs = torch.where(classes == y, torch.inf, needs)
-        least = needs.topk(self.top, dim=1, largest=False).values
-        return torch.maximum(least.amax(1) - budget, least.sum(1) - self.votes_each * budget)
+        self,
+        own: Float[Tensor, "b g"],
+        others: Float[Tensor, "b g classes"],
+        budget: Float[Tensor, " g"],
+        labels: Int[Tensor, " b"],
+    ) -> Float[Tensor, "b g"]:
+        """How many votes an attacker with `budget` ablations lacks to take the label out of the first k."""
+        y = labels[:, None, None]
+        classes = torch.arange(others.shape[2], device=others.device)
+        needs = torch.where(classes == y, torch.inf, (own[..., None] - others + (y < classes)).clamp(min=0))
+        least = needs.topk(self.top, dim=2, largest=False).values
+        return torch.maximum(least.amax(2) - budget, least.sum(2) - self.votes_each * budget)
 
     def _votes(
         self, model: SplitModel, features: Tensor, masks: MaskSet
@@ -196,11 +194,6 @@ def _distinct(features: Tensor, masks: MaskSet) -> tuple[Int[Tensor, " j"], Int[
 def _ranked(votes: Int[Tensor, "b classes"]) -> Int[Tensor, "b classes"]:
     """Labels from the most votes to the fewest, the lower label first on ties."""
     return votes.sort(dim=1, descending=True, stable=True).indices
-
-
-def _rows(classes: int) -> int:
-    """How many groups of placements are compared with all classes at once."""
-    return max(1, HIDDEN_BYTES // (4 * classes))
 
 
 def _seen_most(model: SplitModel, masks: MaskSet, chosen: Bool[Tensor, " m"]) -> Box | None:
