@@ -192,10 +192,12 @@ class BandName:
         default = (32, 10) if self.network == "ResNet18" else (224, 1000)
         size, classes = options.get("image_size", default[0]), options.get("num_classes", default[1])
         channels = options.get("in_chans", 3)
+        small = max(pair(size, "image_size")) < SMALL_IMAGE
+        if small:
+            _refuse(options, "pretrained")
         both = {"num_classes": classes, "in_chans": 2 * channels, "mean": (), "std": ()}
         network, _, _ = _timm(self.network.lower(), cast(ModelOptions, {**options, **both}))
-        if max(pair(size, "image_size")) < SMALL_IMAGE:
-            _refuse(options, "pretrained")
+        if small:
             network.conv1 = nn.Conv2d(2 * channels, network.conv1.out_channels, 3, padding=1, bias=False)
             network.maxpool = nn.Identity()
         return TwoSignClassifier(network, size, classes, channels, **_jobs(options))

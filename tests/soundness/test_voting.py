@@ -235,9 +235,9 @@ def test_a_vote_that_is_not_clear_of_rounding_belongs_to_the_attacker(threshold:
     labels = torch.zeros(len(tables), dtype=torch.long)
     proof = voting.certify(model, tables, model.masks, model.threat, labels)
     random = torch.Generator().manual_seed(0)
-    rounded = [lambda x: x]
-    for target in (torch.tensor([-1.0, 1.0, 0.0]), torch.tensor([1.0, -1.0, 0.0])):
-        rounded.append(lambda x, t=target: x + 0.49 * tolerance(x)[:, None] * t)
+    rounded: list[Callable[[Tensor], Tensor]] = [lambda x: x]
+    rounded.append(lambda x: x + 0.49 * tolerance(x)[:, None] * torch.tensor([-1.0, 1.0, 0.0]))
+    rounded.append(lambda x: x + 0.49 * tolerance(x)[:, None] * torch.tensor([1.0, -1.0, 0.0]))
     rounded.append(lambda x: x + 0.49 * tolerance(x)[:, None] * (2 * torch.rand(x.shape, generator=random) - 1))
     swayed = 0
     answers = []
