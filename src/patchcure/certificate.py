@@ -47,9 +47,11 @@ class Certificate:
             that is proved.
         strict: the condition of the paper, over all pairs of masks (for one-round detectors, over all masks).
             It implies `certified`.
-        margin: the smallest margin, over everything that `strict` looks at, of the true label's logit above all others.
+        margin: the smallest margin of the true label's logit above all others, over everything that `strict` looks at.
+            Where an image fails, the search may stop before the smallest (see `detail` in `Defense.certify`).
         failed: the masks where that margin is not above the tolerance, else (-1, -1).
         safe: for each patch shape, the locations (row, column of the patch's corner) at which no patch can succeed.
+            None of a failed image's with ``detail="verdict"``, which does not look for them.
         largest_patch: the side of the largest square patch that is certified with these masks, 0 if none.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +12,7 @@ from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.operations import DoubleMasking, SecureOperation
-from patchcure.operations.base import masks_for
+from patchcure.operations.base import Detail, masks_for
 from patchcure.threat import PatchThreat
 
 
@@ -77,8 +77,17 @@ class Defense(nn.Module):
         return self.operation.predict(self.model, self.model.features(images), self.masks)
 
     @torch.no_grad()
-    def certify(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"]) -> Certificate:
-        """For each clean image with its true label: can any patch of the threat change the prediction?"""
+    def certify(
+        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], detail: Detail = "locations"
+    ) -> Certificate:
+        """For each clean image with its true label: can any patch of the threat change the prediction?
+
+        Args:
+            images: clean images in [0, 1].
+            labels: their true labels.
+            detail: what the certificate tells of images that fail. ``"verdict"``: only that they fail, the fastest.
+                ``"locations"``: at which locations, and the largest patch; exact. ``"margins"``: every margin too.
+        """
         self._check(images)
         labels = torch.as_tensor(labels, device=images.device)
         if labels.shape != images.shape[:1] or labels.is_floating_point() or labels.is_complex():
@@ -89,8 +98,10 @@ class Defense(nn.Module):
         classes = self.model.num_classes
         if not labels.is_meta and bool(((labels < 0) | (labels >= classes)).any()):
             raise ValueError(f"Labels go from 0 to {classes - 1}, got {labels.min()} to {labels.max()}.")
+        if detail not in get_args(Detail):
+            raise ValueError(f"detail: expected one of {', '.join(get_args(Detail))}, got {detail!r}.")
         features = self.model.features(images)
-        return self.operation.certify(self.model, features, self.masks, self.threat, labels.long())
+        return self.operation.certify(self.model, features, self.masks, self.threat, labels.long(), detail)
 
     def _check(self, images: Tensor) -> None:
         model = self.model

@@ -18,6 +18,9 @@ from patchcure.threat import FeatureThreat, Footprint
 Mask = tuple[Box, ...]
 """A mask hides the union of some boxes of cells: one box for one patch, K for K patches."""
 
+TOO_MANY = 1_000_000
+"""More masks than this are a mistake."""
+
 GROUPS = 6
 """At most this many kinds of masks are made for a threat with many shapes."""
 
@@ -107,6 +110,11 @@ class MaskSet:
             cols = _axis(grid.width, width, strides[1], None if budget is None else budget[1])
             boxes |= {Box.of(row, col): None for row in rows for col in cols}
         count = min(threat.count, len(boxes))
+        if math.comb(len(boxes), count) > TOO_MANY:
+            raise ValueError(
+                f"{count} patches under {len(boxes)} masks each would need {math.comb(len(boxes), count):,} unions of "
+                "masks: use a larger mask stride."
+            )
         return cls(tuple(itertools.combinations(boxes, count)), threat, together)
 
     def covers(self, threat: FeatureThreat) -> bool:
@@ -124,17 +132,19 @@ class MaskSet:
 class Coverage:
     """Which masks hide which placement of the patches.
 
-    Placements that the same masks hide are alike for every certificate, so they share a *group*.
+    Locations that the same masks hide are alike for every certificate, so they share a *group*. Of K patches, one may
+    be in any group; for the others it is enough to look at groups that are hardest to hide (whose masks include no
+    other group's masks): whatever hides patches there hides them elsewhere.
 
     Args:
-        covers: for each group of placements of all patches together, the masks that hide them.
-        members: for each group, the groups of single locations in it (one for one patch, K for K).
+        covers: for each placement of all patches together, the masks that hide them.
+        location: for each placement, the group of its first patch.
         maps: for each shape, the single-location group of every (row, column) at which the patch may start.
         bare: the corrupted cells of a placement that no mask hides, or None.
     """
 
     covers: Bool[Tensor, "g m"]
-    members: Int[Tensor, "g k"]
+    location: Int[Tensor, " g"]
     maps: tuple[Int[Tensor, "rows cols"], ...]
     bare: str | None
 
@@ -162,12 +172,15 @@ class Coverage:
             flat = group_of[offset : offset + len(block)]
             maps.append(torch.from_numpy(flat[row_of[:, None] * width + col_of[None, :]]))
             offset += len(block)
-        members = np.array(list(itertools.combinations_with_replacement(range(len(single)), threat.count)))
-        covers = single[members].all(axis=1)
+        others = list(itertools.combinations_with_replacement(_hardest(single), threat.count - 1))
+        members = np.array([(group, *rest) for group in range(len(single)) for rest in others])
+        covers = single[members[:, 0]]
+        for column in members.T[1:]:
+            covers = covers & single[column]
         bare = None
         if (empty := np.flatnonzero(~covers.any(axis=1))).size:
             bare = " and ".join(str(_example(threat.footprints, maps, int(group))) for group in members[empty[0]])
-        return cls(torch.from_numpy(covers), torch.from_numpy(members), tuple(maps), bare)
+        return cls(torch.from_numpy(covers), torch.from_numpy(members[:, 0]), tuple(maps), bare)
 
 
 def _axis(cells: int, corrupted: int, stride: int, budget: int | None) -> list[Interval]:
@@ -230,6 +243,13 @@ def _unique_rows(
     keys = packed.view(np.dtype((np.void, packed.shape[1]))).reshape(-1)
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     return table[first], inverse.reshape(-1)
+
+
+def _hardest(covers: Bool[np.ndarray, "g m"]) -> list[int]:
+    """The groups whose masks include no other group's masks (distinct groups have distinct masks)."""
+    count = covers.astype(np.float32)
+    includes = count @ count.T == count.sum(axis=1)[None, :]
+    return np.flatnonzero(includes.sum(axis=1) == 1).tolist()
 
 
 def _example(footprints: Sequence[Footprint], maps: Sequence[Tensor], group: int) -> Box:

@@ -24,8 +24,8 @@ from patchcure.models import (
     SplitViT,
     TwoSignClassifier,
 )
+from patchcure.models.bagnet import DESIGNS
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD
-from patchcure.models.resnet import DESIGNS
 from patchcure.models.vit import Flavour, NormOrder
 from patchcure.operations import OPERATIONS, SecureOperation, Voting
 from patchcure.operations.base import masks_for

@@ -10,7 +10,7 @@ from torch import nn
 
 from patchcure import AnyClassifier, Defense, PatchThreat, SplitModel, SplitResNet, SplitViT, reference
 from patchcure._torchvision import ensure_torchvision
-from patchcure.models.resnet import DESIGNS, BagResNet
+from patchcure.models.bagnet import DESIGNS, BagResNet
 from patchcure.operations import DoubleMasking
 from patchcure.operations.base import tolerance
 

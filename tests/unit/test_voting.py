@@ -106,9 +106,9 @@ def test_identical_ablations_are_computed_once() -> None:
     jobs: list[int] = []
     masked = model.masked
 
-    def counted(features: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
+    def counted(prepared: Any, images: Tensor, hidden: Tensor) -> Tensor:
         jobs.append(len(images))
-        return masked(features, images, hidden)
+        return masked(prepared, images, hidden)
 
     model.masked = counted  # type: ignore[method-assign]
     images = torch.rand(2, 3, 64, 64)

@@ -1,9 +1,10 @@
 """Networks that can be split: the contract, ViT, ResNet/BagNet, and any classifier at k = 0, also ablated."""
 
 from patchcure.models.ablated import DroppingViT, TwoSignClassifier
+from patchcure.models.bagnet import BagResNet
 from patchcure.models.base import SplitModel
 from patchcure.models.classifier import AnyClassifier
-from patchcure.models.resnet import BagResNet, SplitResNet
+from patchcure.models.resnet import SplitResNet
 from patchcure.models.vit import SplitViT
 
 __all__ = [

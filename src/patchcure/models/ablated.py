@@ -48,6 +48,10 @@ class TwoSignClassifier(AnyClassifier):
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b 2c h w"]:
         return torch.cat([images, 1 - images], dim=1)
 
+    def plain(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        logits: Tensor = self.backbone(self.features(images))
+        return logits
+
 
 class DroppingViT(AnyClassifier):
     """Any timm VisionTransformer, of which only the tokens with a visible pixel are computed.
@@ -86,21 +90,18 @@ class DroppingViT(AnyClassifier):
         return self._seen(hidden).sum(1)
 
     def masked(
-        self, features: Float[Tensor, "b c h w"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
+        self, prepared: Float[Tensor, "b c h w"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
     ) -> Float[Tensor, "j classes"]:
         vit: Any = self.backbone
         seen = self._seen(hidden)
         width = self.grid.width // self.token[1]
-        if hidden.is_meta:
-            tokens = torch.arange(seen.shape[1], device=hidden.device).expand(seen.shape)
-        else:
-            tokens = seen.nonzero()[:, 1].view(len(hidden), -1)
-        pixels: Tensor = self._cut(features)[images[:, None], :, tokens // width, :, tokens % width]
+        tokens = seen.nonzero()[:, 1].view(len(hidden), -1)
+        pixels: Tensor = self._cut(prepared)[images[:, None], :, tokens // width, :, tokens % width]
         jobs = torch.arange(len(hidden), device=hidden.device)[:, None]
         gone: Tensor = self._cut(hidden.view(-1, 1, self.grid.height, self.grid.width))[
             jobs, :, tokens // width, :, tokens % width
         ]
-        visible = torch.where(gone, 0, pixels).flatten(2)
+        visible = torch.where(gone.to(pixels.device), 0, pixels).flatten(2)
         proj = vit.patch_embed.proj
         x: Tensor = vit.patch_embed.norm(nn.functional.linear(visible, proj.weight.flatten(1), proj.bias))
         x = torch.cat([self._prefix().expand(len(x), -1, -1), x + self._positions()[tokens]], dim=1)

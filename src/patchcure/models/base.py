@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -62,9 +63,13 @@ class SplitModel(nn.Module, ABC):
 
     @abstractmethod
     def masked(
-        self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
+        self, prepared: Any, images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
     ) -> Float[Tensor, "j classes"]:
         """The LRF part for a few jobs of the same length (see `lengths`), each with a visible cell."""
+
+    def prepare(self, features: Float[Tensor, "b ..."], jobs: int) -> Any:
+        """What all of an image's jobs share, one entry per cell; `masked` reads it. By default the features."""
+        return features
 
     @abstractmethod
     def corrupted(self, box: Box) -> Box:
@@ -76,7 +81,7 @@ class SplitModel(nn.Module, ABC):
 
     def lengths(self, hidden: Bool[Tensor, "j cells"]) -> Int[Tensor, " j"]:
         """How much of each job is visible, in the unit of the model's work; jobs of equal length go together."""
-        return hidden.shape[1] - hidden.sum(1)
+        return (~hidden).sum(1)
 
     def logits(
         self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j h w"]
@@ -85,16 +90,15 @@ class SplitModel(nn.Module, ABC):
 
         This is the only door to the LRF part.
         """
+        prepared = self.prepare(features, len(images))
         flat = hidden.flatten(1)
-        if flat.is_meta:
-            return self.masked(features, images, flat)
         visible = self.lengths(flat)
         if bool((visible == 0).any()):
             raise ValueError("A job hides every cell, so its prediction would mean nothing: use smaller masks.")
         order = visible.argsort(stable=True)
         rows = []
         for group in order.split(_runs(visible[order])):
-            rows += [self.masked(features, images[part], flat[part]) for part in group.split(self.max_jobs)]
+            rows += [self.masked(prepared, images[part], flat[part]) for part in group.split(self.max_jobs)]
         return torch.cat(rows)[order.argsort()]
 
     def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
@@ -104,14 +108,28 @@ class SplitModel(nn.Module, ABC):
         )
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """The undefended model: no cell is hidden."""
-        index = torch.arange(len(images), device=images.device)
-        hidden = torch.zeros(len(images), self.grid.height, self.grid.width, dtype=torch.bool, device=images.device)
-        return self.logits(self.features(images), index, hidden)
+        """The undefended model: the same network with no cell hidden."""
+        return self.unmasked(self.features(images))
+
+    def unmasked(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b classes"]:
+        """The logits of all images with nothing hidden."""
+        device = job_device(features)
+        nothing = torch.zeros(len(features), self.grid.height, self.grid.width, dtype=torch.bool, device=device)
+        return self.logits(features, torch.arange(len(features), device=device), nothing)
+
+    def plain(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """The network that this model was made from, as its library runs it: what a defense is compared with."""
+        logits: Tensor = self.backbone(self.normalize(images))
+        return logits
 
     def normalize(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """Subtract the mean colour and divide by the standard deviation."""
         return (images - self.mean.to(images)) / self.std.to(images)
+
+
+def job_device(features: Tensor) -> torch.device:
+    """Where jobs are described: beside the features, but in real memory even if those are on the meta device."""
+    return torch.device("cpu") if features.is_meta else features.device
 
 
 def _runs(values: Int[Tensor, " j"]) -> list[int]:
@@ -121,24 +139,42 @@ def _runs(values: Int[Tensor, " j"]) -> list[int]:
 
 
 def visible_sum(
-    values: Float[Tensor, "b cells d"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
+    values: Float[Tensor, "b cells d"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j h w"]
 ) -> Float[Tensor, "j d"]:
-    """For each job, the sum of its image's values over the visible cells.
+    """For each job, the sum of its image's values over the visible cells; there is no loop over jobs.
 
-    One matrix product per image serves any number of masks. A hidden value cannot leak: it is finite (others are
-    replaced first), finite times zero is exactly zero, and adding zero changes no sum. A visible value that is not
-    finite makes the sum NaN.
+    A hidden value cannot leak: it is finite (others are replaced first), finite times zero is exactly zero, and adding
+    zero changes no sum. A visible value that is not finite makes the sum NaN.
 
     >>> values = torch.tensor([[[1.0], [2.0], [float("nan")]]])
-    >>> visible_sum(values, torch.tensor([0, 0]), torch.tensor([[False, False, True], [False, True, False]]))
+    >>> visible_sum(values, torch.tensor([0, 0]), torch.tensor([[[False, False, True]], [[False, True, False]]]))
     tensor([[3.],
             [nan]])
     """
-    finite = torch.where(values.isfinite(), values, 0)
-    broken = ~values.isfinite().all(-1)
-    keep = (~hidden).to(values.dtype)
+    usable = values.isfinite()
+    finite = torch.where(usable, values, 0)
     order = images.argsort(stable=True)
     parts = order.split(torch.bincount(images, minlength=len(values)).tolist())
-    sums = torch.cat([keep[part] @ finite[index] for index, part in enumerate(parts)])[order.argsort()]
-    poisoned = (broken[images] & ~hidden).any(1, keepdim=True)
+    sums = torch.cat([_sums(finite[index], hidden[part]) for index, part in enumerate(parts)])[order.argsort()]
+    broken = ~usable.all(-1)
+    if sums.is_meta or not bool(broken.any()):
+        return sums
+    poisoned = (broken[images] & ~hidden.flatten(1)).any(1, keepdim=True)
     return torch.where(poisoned, torch.nan, sums)
+
+
+def _sums(values: Float[Tensor, "cells d"], hidden: Bool[Tensor, "j h w"]) -> Float[Tensor, "j d"]:
+    """Sums over the visible cells of one image.
+
+    Masks are boxes, so the rows of all jobs show few distinct patterns. Where that saves work, each pattern is summed
+    once in each row (a small table), and a job adds up its rows' entries.
+    """
+    jobs, height, width = hidden.shape
+    if jobs * width > 4 * height:
+        patterns, which = torch.unique(hidden.flatten(0, 1), dim=0, return_inverse=True)
+        if 4 * (len(patterns) * width + jobs) < jobs * width:
+            rows = values.view(height, width, -1)
+            table = torch.matmul((~patterns).to(values), rows)
+            entry = torch.arange(height, device=which.device) * len(patterns) + which.view(jobs, height)
+            return torch.nn.functional.embedding_bag(entry.to(values.device), table.flatten(0, 1), mode="sum")
+    return (~hidden.flatten(1)).to(values) @ values

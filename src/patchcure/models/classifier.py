@@ -48,8 +48,8 @@ class AnyClassifier(SplitModel):
         return self.normalize(images)
 
     def masked(
-        self, features: Float[Tensor, "b c h w"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
+        self, prepared: Float[Tensor, "b c h w"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
     ) -> Float[Tensor, "j classes"]:
-        gone = hidden.view(-1, 1, self.grid.height, self.grid.width)
-        logits: Tensor = self.backbone(torch.where(gone, 0, features[images]))
+        gone = hidden.view(-1, 1, self.grid.height, self.grid.width).to(prepared.device)
+        logits: Tensor = self.backbone(torch.where(gone, 0, prepared[images]))
         return logits

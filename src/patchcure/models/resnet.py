@@ -1,160 +1,20 @@
-"""BagNets (ResNets with a small receptive field), and hybrids: first layers from a BagNet, the rest from a ResNet."""
+"""BagNets and their hybrids as models that can be split, with a traced receptive field."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from patchcure.geometry import Box, Grid, Interval
+from patchcure.models.bagnet import BagResNet
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD, LINEAR_JOBS, SplitModel, visible_sum
+from patchcure.models.folding import fold, state
 from patchcure.models.vit import Flavour
-
-
-@dataclass(frozen=True)
-class Design:
-    """A residual network and its BagNet.
-
-    Args:
-        blocks: residual blocks in each of the four stages.
-        bottleneck: 1x1, 3x3, 1x1 convolutions (ResNet-50) or 3x3, 3x3 (ResNet-18).
-        bag_strides: the stages' strides in the BagNet.
-        strides: the stages' strides in the rest of a hybrid.
-        kernels: for each receptive field, how many blocks of each stage keep a 3x3 convolution.
-    """
-
-    blocks: tuple[int, int, int, int]
-    bottleneck: bool
-    bag_strides: tuple[int, int, int, int]
-    strides: tuple[int, int, int, int]
-    kernels: dict[int, tuple[int, int, int, int]]
-
-    @property
-    def layers(self) -> int:
-        """The name's number: convolutions on the main path and the classifier."""
-        return 2 + sum(self.blocks) * (3 if self.bottleneck else 2)
-
-    def blocks_before(self, k: int) -> int:
-        """How many residual blocks lie before layer k; k = all layers is the whole backbone."""
-        each = 3 if self.bottleneck else 2
-        if k == self.layers:
-            return sum(self.blocks)
-        possible = [1 + each * n for n in range(sum(self.blocks))]
-        if k not in possible:
-            raise ValueError(
-                f"k: this network can be split after its stem and after each residual block, at k in "
-                f"{[*possible, self.layers]} (0 is any classifier with masks on the pixels); got {k}."
-            )
-        return possible.index(k)
-
-
-DESIGNS = {
-    50: Design(
-        (3, 4, 6, 3),
-        True,
-        (2, 2, 2, 1),
-        (1, 2, 2, 2),
-        {9: (1, 1, 0, 0), 17: (1, 1, 1, 0), 33: (1, 1, 1, 1), 45: (2, 2, 1, 1)},
-    ),
-    18: Design((2, 2, 2, 2), False, (1, 2, 1, 1), (1, 2, 2, 2), {5: (0, 1, 0, 0), 9: (0, 1, 1, 0), 13: (0, 1, 1, 1)}),
-}
-"""ResNet-50 as in the paper, and ResNet-18 with the strides that suit images of 32 pixels."""
-
-
-class Block(nn.Module):
-    """A residual block; the main path may be smaller than its input, and the residual is cropped to it."""
-
-    def __init__(self, inside: int, planes: int, bottleneck: bool, kernel: int, stride: int, padding: int) -> None:
-        super().__init__()
-        outside = planes * (4 if bottleneck else 1)
-        if bottleneck:
-            shapes = [(inside, planes, 1, 1, 0), (planes, planes, kernel, stride, padding), (planes, outside, 1, 1, 0)]
-        else:
-            second = kernel if padding else 1
-            shapes = [(inside, planes, kernel, stride, padding), (planes, planes, second, 1, padding)]
-        for index, (a, b, size, step, pad) in enumerate(shapes, start=1):
-            setattr(self, f"conv{index}", nn.Conv2d(a, b, size, step, pad, bias=False))
-            setattr(self, f"bn{index}", nn.BatchNorm2d(b))
-        self.count = len(shapes)
-        self.downsample: nn.Sequential | None = None
-        if stride != 1 or inside != outside:
-            self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
-
-    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h2 w2"]:
-        residual = x if self.downsample is None else self.downsample(x)
-        for index in range(1, self.count + 1):
-            x = getattr(self, f"bn{index}")(getattr(self, f"conv{index}")(x))
-            if index < self.count:
-                x = x.relu()
-        return (x + residual[..., : x.shape[-2], : x.shape[-1]]).relu()
-
-
-class BagResNet(nn.Module):
-    """A BagNet up to some block, a ResNet after it; the parameters have the names of the released BagNets.
-
-    Args:
-        design: the base network.
-        kernels: how many blocks of each stage keep a 3x3 convolution in the BagNet part.
-        bag_blocks: how many residual blocks belong to the BagNet part.
-    """
-
-    def __init__(
-        self,
-        design: Design,
-        kernels: Sequence[int],
-        bag_blocks: int,
-        num_classes: int,
-        in_chans: int = 3,
-        width: int = 64,
-    ) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(in_chans, width, 1, bias=False)
-        self.conv2 = nn.Conv2d(width, width, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        channels, done = width, 0
-        for stage, count in enumerate(design.blocks):
-            blocks = []
-            planes = width << stage
-            for position in range(count):
-                bag = done < bag_blocks
-                strides = design.bag_strides if bag else design.strides
-                kernel = 3 if not bag or position < kernels[stage] else 1
-                stride = strides[stage] if position == 0 else 1
-                blocks.append(Block(channels, planes, design.bottleneck, kernel, stride, 0 if bag else 1))
-                channels, done = planes * (4 if design.bottleneck else 1), done + 1
-            setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
-        self.fc = nn.Linear(channels, num_classes)
-        self.bag_blocks = bag_blocks
-
-    @property
-    def blocks(self) -> list[Block]:
-        """All residual blocks, first to last."""
-        return [block for stage in range(1, 5) for block in getattr(self, f"layer{stage}")]
-
-    def srf_convolutions(self) -> Iterator[nn.Conv2d]:
-        """The convolutions on the main path of the BagNet part, in order."""
-        yield self.conv1
-        yield self.conv2
-        for block in self.blocks[: self.bag_blocks]:
-            for index in range(1, block.count + 1):
-                yield getattr(block, f"conv{index}")
-
-    def srf(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h2 w2"]:
-        """Stem and BagNet blocks."""
-        x = self.bn1(self.conv2(self.conv1(x))).relu()
-        for block in self.blocks[: self.bag_blocks]:
-            x = block(x)
-        return x
-
-    def lrf(self, x: Float[Tensor, "b d h w"]) -> Float[Tensor, "b classes"]:
-        """The ResNet blocks, pooling and the classifier."""
-        for block in self.blocks[self.bag_blocks :]:
-            x = block(x)
-        logits: Tensor = self.fc(x.mean((2, 3)))
-        return logits
 
 
 @dataclass(frozen=True)
@@ -187,11 +47,18 @@ class Receptive:
         return self.start + cells[0] * self.jump, self.start + (cells[1] - 1) * self.jump + self.size
 
 
+class Cells(NamedTuple):
+    """What each cell holds: its channels, or already its logits."""
+
+    values: Float[Tensor, "b cells d"]
+    classified: bool
+
+
 class SplitResNet(SplitModel):
     """A BagNet (k = all layers) or a hybrid with a ResNet.
 
-    At k = all layers a cell holds its own logits, and a job's logits are their mean over the visible cells (their sum
-    in the published flavour). In a hybrid the hidden cells are zero and the rest of the network follows.
+    At k = all layers a job's logits are the mean over the visible cells of their logits (the sum in the published
+    flavour). In a hybrid the hidden cells are zero and the rest of the network follows.
 
     Args:
         network: see `BagResNet`.
@@ -221,6 +88,7 @@ class SplitResNet(SplitModel):
         )
         self.backbone = network
         self.rows, self.cols, self.k, self.whole = rows, cols, k, whole
+        self._folded: tuple[tuple[object, ...], BagResNet] | None = None
         self.flavour: Flavour = flavour
 
     def corrupted(self, box: Box) -> Box:
@@ -229,22 +97,42 @@ class SplitResNet(SplitModel):
     def receptive(self, cells: Box) -> Box:
         return Box.of(self.rows.read(cells.rows), self.cols.read(cells.cols)).intersect(self.image.box)
 
+    @property
+    def network(self) -> BagResNet:
+        """The backbone; in inference its folded copy, made anew when a weight has changed."""
+        if self.training or torch.is_grad_enabled():
+            return self.backbone
+        now = state(self.backbone)
+        if self._folded is None or self._folded[0] != now:
+            self._folded = (now, fold(self.backbone))
+        return self._folded[1]
+
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
-        """The BagNet part; at k = all layers the logits of every cell."""
-        x = self.backbone.srf(self.normalize(images))
-        if self.whole:
-            logits: Tensor = self.backbone.fc(x.flatten(2).transpose(1, 2))
-            return logits
-        return x
+        """The BagNet part: a map of channels, or at k = all layers the list of cells with their channels."""
+        pixels = self.normalize(images).contiguous(memory_format=torch.channels_last)
+        x = self.network.srf(pixels)
+        return x.flatten(2).transpose(1, 2) if self.whole else x
 
     def local_logits(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells classes"]:
-        return features if self.whole else super().local_logits(features)
+        if not self.whole:
+            return super().local_logits(features)
+        logits: Tensor = self.backbone.fc(features)
+        return logits
+
+    def prepare(self, features: Float[Tensor, "b ..."], jobs: int) -> Float[Tensor, "b ..."] | Cells:
+        """At k = all layers: with more jobs than cells it is cheaper to classify the cells."""
+        if not self.whole:
+            return features
+        classify = jobs > features.shape[0] * features.shape[1]
+        return Cells(self.local_logits(features) if classify else features, classify)
 
     def masked(
-        self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
+        self, prepared: Float[Tensor, "b ..."] | Cells, images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
     ) -> Float[Tensor, "j classes"]:
-        if self.whole:
-            total = visible_sum(features, images, hidden)
-            return total if self.flavour == "published" else total / (~hidden).sum(1, keepdim=True)
-        gone = hidden.view(-1, 1, self.grid.height, self.grid.width)
-        return self.backbone.lrf(torch.where(gone, 0, features[images]))
+        boxes = hidden.view(-1, self.grid.height, self.grid.width)
+        if not isinstance(prepared, Cells):
+            return self.network.lrf(torch.where(boxes[:, None].to(prepared.device), 0, prepared[images]))
+        count = (~hidden).sum(1, keepdim=True).to(prepared.values)
+        mean = visible_sum(prepared.values, images, boxes) / count
+        logits: Tensor = mean if prepared.classified else self.backbone.fc(mean)
+        return logits * count if self.flavour == "published" else logits

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from patchcure._torchvision import ensure_torchvision
 from patchcure.geometry import Box, Grid, pair
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD, LINEAR_JOBS, SplitModel, visible_sum
+from patchcure.models.blocks import heads, is_plain
+from patchcure.models.lrf import Shared, drop_hidden, pooled_blocks, zero_hidden
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -109,33 +111,45 @@ class SplitViT(SplitModel):
         if self.flavour == "published":
             x = torch.cat([vit.cls_token.expand(len(x), -1, -1), x], dim=1)
         x = vit.norm_pre(x)
-        for block in vit.blocks[: self.k]:
-            x = block(x)
-        if self.k == self.depth:
-            if self.flavour == "published":
+        if self.k < self.depth or self.flavour == "published" or not self._fast:
+            for block in vit.blocks[: self.k]:
+                x = block(x)
+            if self.k == self.depth and self.flavour == "published":
                 x = vit.head(vit.head_drop(vit.fc_norm(vit.norm(x)[:, 1:])))
-            x = x.mean(1)
+            if self.k == self.depth:
+                x = x.mean(1)
+        else:
+            x = pooled_blocks(vit.blocks, x)
         return x.view(batch, windows, *x.shape[1:])
 
+    @property
+    def _fast(self) -> bool:
+        """May the exact speed-ups be taken?"""
+        return not self.training and all(is_plain(block) for block in self.backbone.blocks)
+
+    def prepare(self, features: Float[Tensor, "b windows ..."], jobs: int) -> Float[Tensor, "b windows d"] | Shared:
+        """Below k = L: the features, and the queries, keys and values that the first global block makes of them."""
+        if self.k == self.depth:
+            return features
+        return Shared(features, heads(self.backbone.blocks[self.k], features) if self._fast else None)
+
     def masked(
-        self, features: Float[Tensor, "b windows ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j windows"]
+        self, prepared: Any, images: Int[Tensor, " j"], hidden: Bool[Tensor, "j windows"]
     ) -> Float[Tensor, "j classes"]:
         vit: Any = self.backbone
         if self.k == self.depth:
-            total = visible_sum(features, images, hidden)
-            if self.flavour == "published":
-                return total
-            return self._head(total / (~hidden).sum(1, keepdim=True))
-        x = self._visible(features, images, hidden) if self.flavour == "ours" else _zeroed(features, images, hidden)
-        for block in vit.blocks[self.k :]:
-            x = block(x)
+            total = visible_sum(prepared, images, hidden.view(-1, self.grid.height, self.grid.width))
+            return (
+                total if self.flavour == "published" else self._head(total / (~hidden).sum(1, keepdim=True).to(total))
+            )
         if self.flavour == "ours":
-            return self._head(x.mean(1))
-        x = x[:, 1:]
-        if self.norm_order == "before-pool":
-            logits: Tensor = vit.head(vit.head_drop(vit.fc_norm(vit.norm(x)).mean(1)))
-            return logits
-        return self._head(x.mean(1))
+            return self._head(drop_hidden(vit.blocks[self.k :], prepared, images, hidden))
+        tokens, counts = zero_hidden(vit.blocks[self.k :], prepared, images, hidden)
+        share = counts / counts.sum()
+        if self.norm_order == "after-pool":
+            return self._head(share @ tokens)
+        logits: Tensor = vit.head(vit.head_drop(share @ vit.fc_norm(vit.norm(tokens))))
+        return logits
 
     def local_logits(self, features: Float[Tensor, "b windows ..."]) -> Float[Tensor, "b windows classes"]:
         if self.k < self.depth:
@@ -155,28 +169,10 @@ class SplitViT(SplitModel):
         cut: Tensor = tokens.unflatten(2, (self.grid.width, width)).unflatten(1, (self.grid.height, height))
         return cut.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
-    def _visible(
-        self, features: Float[Tensor, "b windows n d"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j windows"]
-    ) -> Float[Tensor, "j tokens d"]:
-        """The tokens of the visible windows; every job leaves the same number of them."""
-        if hidden.is_meta or not bool(hidden.any()):
-            return features[images].flatten(1, 2)
-        windows = (~hidden).nonzero()[:, 1].view(len(hidden), -1)
-        return features[images[:, None], windows].flatten(1, 2)
-
     def _head(self, pooled: Float[Tensor, "j d"]) -> Float[Tensor, "j classes"]:
         vit: Any = self.backbone
         logits: Tensor = vit.head(vit.head_drop(vit.fc_norm(vit.norm(pooled))))
         return logits
-
-
-def _zeroed(
-    features: Float[Tensor, "b windows n d"], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j windows"]
-) -> Float[Tensor, "j tokens d"]:
-    """Published flavour: the visible windows' mean class token, then all tokens with the hidden ones zero."""
-    shown = torch.where(hidden[:, :, None, None], 0, features[images])
-    mean = shown[:, :, 0].sum(1, keepdim=True) / (~hidden).sum(1)[:, None, None]
-    return torch.cat([mean, shown[:, :, 1:].flatten(1, 2)], dim=1)
 
 
 def check_backbone(backbone: nn.Module, flavour: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
 from patchcure.masks import Coverage, MaskSet
-from patchcure.models.base import SplitModel
+from patchcure.models.base import SplitModel, job_device
 from patchcure.threat import FeatureThreat, PatchThreat
 
 HIDDEN_BYTES = 1 << 26
@@ -22,18 +22,32 @@ ROUNDING = 256
 """A margin counts when it is above this many units of rounding of the largest logit (see `tolerance`)."""
 
 
+Detail = Literal["verdict", "locations", "margins"]
+"""How much a certificate tells of images that fail: only that they do, at which locations, or every margin."""
+
+
 class SecureOperation(Protocol):
     """Turns predictions under masks into a label that no patch can change, or into a proof of that."""
 
     together: ClassVar[int]
     """How many masks are applied at once: 2 for two rounds, 1 for one round."""
 
+    def worst_evaluations(self, masks: int) -> int:
+        """How often an attacker can make the LRF part run for one image."""
+        ...
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """Labels with their evidence, from features that may be attacked."""
         ...
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """Proofs, from clean features and true labels."""
         ...
@@ -73,7 +87,7 @@ def masked_logits(
     second: Int[Tensor, " j"],
 ) -> Iterator[tuple[slice, Float[Tensor, "part classes"]]]:
     """The logits of image ``images[j]`` under masks ``first[j]`` and ``second[j]``, in parts of bounded memory."""
-    table = masks.hidden.to(features.device)
+    table = masks.hidden.to(job_device(features))
     size = max(1, HIDDEN_BYTES // masks.grid.cells)
     for start in range(0, len(images), size):
         part = slice(start, min(start + size, len(images)))
@@ -101,8 +115,9 @@ def masked_labels(
 
 def every_mask(features: Tensor, masks: MaskSet) -> tuple[Int[Tensor, " j"], Int[Tensor, " j"]]:
     """The jobs of the first round: every image with every mask."""
-    images = torch.arange(len(features), device=features.device).repeat_interleave(len(masks))
-    return images, torch.arange(len(masks), device=features.device).repeat(len(features))
+    device = job_device(features)
+    images = torch.arange(len(features), device=device).repeat_interleave(len(masks))
+    return images, torch.arange(len(masks), device=device).repeat(len(features))
 
 
 def majority(votes: Int[Tensor, "b m"], num_classes: int) -> Int[Tensor, " b"]:
@@ -137,18 +152,11 @@ def safe_maps(trusted: Bool[Tensor, "b m"], masks: MaskSet) -> tuple[Bool[Tensor
 
 
 def location_maps(safe: Bool[Tensor, "b g"], coverage: Coverage) -> tuple[Bool[Tensor, "b rows cols"], ...]:
-    """For each shape, the locations of which every group of placements is safe."""
-    members = coverage.members.to(safe.device)
-    singles = torch.zeros(len(safe), int(members.max()) + 1, dtype=torch.bool, device=safe.device)
-    for column in members.T:
-        singles |= _spread(~safe, column, singles.shape[1])
-    return tuple(~singles[:, where.to(safe.device)] for where in coverage.maps)
-
-
-def _spread(flags: Bool[Tensor, "b g"], target: Int[Tensor, " g"], size: int) -> Bool[Tensor, "b size"]:
-    """OR the flags into their targets."""
-    counts = torch.zeros(len(flags), size, dtype=torch.long, device=flags.device)
-    return counts.index_add(1, target, flags.long()) > 0
+    """For each shape, the locations of which every placement is safe."""
+    location = coverage.location.to(safe.device)
+    failures = torch.zeros(len(safe), int(location.max()) + 1, dtype=torch.long, device=safe.device)
+    good = failures.index_add(1, location, (~safe).long()) == 0
+    return tuple(good[:, where.to(safe.device)] for where in coverage.maps)
 
 
 def largest_square(

@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import every_mask, majority, masked_labels, suspicion
+from patchcure.operations.base import Detail, every_mask, majority, masked_labels, suspicion
 from patchcure.operations.pairs import certify_pairs
 from patchcure.threat import PatchThreat
 
@@ -34,6 +34,10 @@ class Challenger:
     """
 
     together: ClassVar[int] = 2
+
+    def worst_evaluations(self, masks: int) -> int:
+        """Each mask alone, and each challenger once."""
+        return 2 * masks - 1
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, with the evidence."""
@@ -72,7 +76,13 @@ class Challenger:
         )
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the proof above and `certify_pairs`."""
-        return certify_pairs(model, features, masks, threat, labels)
+        return certify_pairs(model, features, masks, threat, labels, detail)

@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import every_mask, majority, masked_labels, suspicion
+from patchcure.operations.base import Detail, every_mask, majority, masked_labels, suspicion
 from patchcure.operations.pairs import certify_pairs
 from patchcure.threat import PatchThreat
 
@@ -43,6 +43,10 @@ class DoubleMasking:
         if self.reference not in ("majority", "unmasked"):
             raise ValueError(f"reference: expected 'majority' or 'unmasked', got {self.reference!r}.")
 
+    def worst_evaluations(self, masks: int) -> int:
+        """Every pair once."""
+        return masks * (masks + 1) // 2 + (self.reference == "unmasked")
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, with the evidence."""
         batch, count, device = len(features), len(masks), features.device
@@ -52,7 +56,7 @@ class DoubleMasking:
         if self.reference == "majority":
             reference = majority(votes, model.num_classes)
         else:
-            reference = _unmasked(model, features)
+            reference = model.unmasked(features).argmax(1)
             evaluations += 1
         disagreeing = votes != reference[:, None]
         labels, decided = reference.clone(), disagreeing.clone()
@@ -79,16 +83,16 @@ class DoubleMasking:
         )
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the proof above and `certify_pairs`."""
-        return certify_pairs(model, features, masks, threat, labels)
-
-
-def _unmasked(model: SplitModel, features: Tensor) -> Int[Tensor, " b"]:
-    hidden = torch.zeros(len(features), model.grid.height, model.grid.width, dtype=torch.bool, device=features.device)
-    logits = model.logits(features, torch.arange(len(features), device=features.device), hidden)
-    return logits.argmax(1)
+        return certify_pairs(model, features, masks, threat, labels, detail)
 
 
 def _second_round(

@@ -13,6 +13,7 @@ from patchcure.certificate import ALARM, Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.operations.base import (
+    Detail,
     every_mask,
     largest_square,
     majority,
@@ -46,6 +47,10 @@ class MinorityReports:
         if not 0 <= self.tau < 1:
             raise ValueError(f"tau: expected a confidence in [0, 1), got {self.tau}.")
 
+    def worst_evaluations(self, masks: int) -> int:
+        """Each mask alone."""
+        return masks
+
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image, -1 for an alarm."""
         batch, count = len(features), len(masks)
@@ -69,7 +74,13 @@ class MinorityReports:
         )
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the class. A vote counts as y, or as unheard, only where that is clear of rounding."""
         batch, count = len(features), len(masks)

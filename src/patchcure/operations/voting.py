@@ -15,7 +15,7 @@ from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
 from patchcure.masks import Mask, MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import HIDDEN_BYTES, largest_side, location_maps, masked_logits, tolerance
+from patchcure.operations.base import HIDDEN_BYTES, Detail, largest_side, location_maps, masked_logits, tolerance
 from patchcure.threat import PatchThreat
 
 COLUMN = Ablation(width=1)
@@ -70,6 +70,10 @@ class Voting:
         """V, the most classes that one ablation can vote for (probabilities are rounded, so with some room)."""
         return 1 if self.threshold is None else math.floor(1 / (self.threshold * (1 - 1e-4)))
 
+    def worst_evaluations(self, masks: int) -> int:
+        """Each ablation once, whatever the attacker does."""
+        return masks
+
     def ranking(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Int[Tensor, "b classes"]:
         """All labels of each image, from the most votes to the fewest."""
         votes, _ = self._votes(model, features, masks)
@@ -91,7 +95,13 @@ class Voting:
         )
 
     def certify(
-        self, model: SplitModel, features: Tensor, masks: MaskSet, threat: PatchThreat, labels: Int[Tensor, " b"]
+        self,
+        model: SplitModel,
+        features: Tensor,
+        masks: MaskSet,
+        threat: PatchThreat,
+        labels: Int[Tensor, " b"],
+        detail: Detail = "locations",
     ) -> Certificate:
         """See the class. `strict` is the published condition with the largest |A(l)|, counted exactly: the top label
         leads by 2 |A|; `margin` counts the votes that an attacker at the worst placement lacks (certified if > 0)."""
