@@ -33,7 +33,8 @@ class PatchAttack:
 
     >>> from patchcure import AnyClassifier
     >>> model = AnyClassifier(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10)), image=8, num_classes=10)
-    >>> images, labels = torch.rand(4, 3, 8, 8), torch.arange(4)
+    >>> images = torch.rand(4, 3, 8, 8)
+    >>> labels = model(images).argmax(1)
     >>> attacked = PatchAttack(steps=2).attack(model, images, labels, PatchThreat.square(2, image=8))
     >>> int((attacked != images).any(1).sum(dim=(1, 2)).max())
     4
@@ -85,9 +86,10 @@ class PatchAttack:
         self, victim: _Victim, images: Tensor, labels: Tensor, places: Bool[Tensor, "n h w"]
     ) -> Int[Tensor, "b trials"]:
         """The most promising placements: where black and white pixels, as the gradient says, raise the loss most."""
-        content = (victim.gradient(images, labels) > 0).to(images.dtype)
+        masks = victim.draw()
+        content = (victim.gradient(images, labels, masks) > 0).to(images.dtype)
         with torch.no_grad():
-            losses = [victim.loss(torch.where(place, content, images), labels) for place in places]
+            losses = [victim.loss(torch.where(place, content, images), labels, masks) for place in places]
         return torch.stack(losses, dim=1).topk(min(self.trials, len(places)), dim=1).indices
 
     def _ascend(
@@ -96,7 +98,7 @@ class PatchAttack:
         """Raise the loss from random content; pixels outside the patches are never touched."""
         content = torch.rand(images.shape, generator=random).to(images)
         for _ in range(self.steps):
-            gradient = victim.gradient(torch.where(place, content, images), labels)
+            gradient = victim.gradient(torch.where(place, content, images), labels, victim.draw())
             content = (content + self.step_size * gradient.sign()).clamp(0, 1)
         return torch.where(place, content, images)
 
@@ -110,25 +112,32 @@ class _Victim:
     def wrong(self, images: Tensor, labels: Tensor) -> Bool[Tensor, " b"]:
         with torch.no_grad():
             images = images if self.resize is None else self.resize(images)
-            defended = isinstance(self.target, Defense)
-            said: Tensor = self.target.predict(images).labels if defended else self.target(images).argmax(1)
+            target = self.target
+            said = target.predict(images).labels if isinstance(target, Defense) else target(images).argmax(1)
         return (said != labels) & (said != ALARM)
 
-    def loss(self, images: Tensor, labels: Tensor) -> Float[Tensor, " b"]:
-        images = images if self.resize is None else self.resize(images)
+    def draw(self) -> Bool[Tensor, "m h w"] | None:
+        """Nothing hidden, and some masks of a defense."""
         if not isinstance(self.target, Defense):
-            return cross_entropy(self.target(images), labels, reduction="none")
-        model, hidden = self.target.model, self.target.masks.hidden
-        drawn = torch.randint(len(hidden), (min(self.masks, len(hidden)),), generator=self.random)
-        rounds = torch.cat([torch.zeros_like(hidden[:1]), hidden[drawn]]).to(images.device)
-        jobs = torch.arange(len(images), device=images.device).repeat(len(rounds))
-        logits = model.logits(model.features(images), jobs, rounds.repeat_interleave(len(images), 0))
-        return cross_entropy(logits, labels[jobs], reduction="none").view(len(rounds), -1).mean(0)
+            return None
+        hidden = self.target.masks.hidden
+        drawn = torch.randperm(len(hidden), generator=self.random)[: self.masks]
+        return torch.cat([torch.zeros_like(hidden[:1]), hidden[drawn]])
 
-    def gradient(self, images: Tensor, labels: Tensor) -> Float[Tensor, "b c h w"]:
+    def loss(self, images: Tensor, labels: Tensor, masks: Bool[Tensor, "m h w"] | None) -> Float[Tensor, " b"]:
+        images = images if self.resize is None else self.resize(images)
+        if masks is None or not isinstance(self.target, Defense):
+            return cross_entropy(self.target(images), labels, reduction="none")
+        model = self.target.model
+        jobs = torch.arange(len(images), device=images.device).repeat(len(masks))
+        hidden = masks.to(images.device).repeat_interleave(len(images), 0)
+        logits = model.logits(model.features(images), jobs, hidden)
+        return cross_entropy(logits, labels[jobs], reduction="none").view(len(masks), -1).mean(0)
+
+    def gradient(self, images: Tensor, labels: Tensor, masks: Bool[Tensor, "m h w"] | None) -> Float[Tensor, "b c h w"]:
         with torch.enable_grad():
             images = images.detach().requires_grad_()
-            return torch.autograd.grad(self.loss(images, labels).sum(), images)[0]
+            return torch.autograd.grad(self.loss(images, labels, masks).sum(), images)[0]
 
 
 def placements(threat: PatchThreat, most: int, random: torch.Generator) -> Bool[Tensor, "n h w"]:

@@ -137,7 +137,7 @@ def _images(defense: Defense, batch: int) -> Tensor:
 def _alternate(rounds: int, defense: Defense, batch: int) -> tuple[list[float], list[float], list[float]]:
     """Seconds of the defense, of the undefended network, and of the defense with a second round, turn by turn."""
     images = _images(defense, batch)
-    turns = [
+    turns: list[Callable[[], object]] = [
         lambda: defense.predict(images),
         lambda: defense.model.plain(images),
         lambda: _two_rounds(defense, images),

@@ -1,0 +1,163 @@
+"""The command line: verbs, no logic."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import patchcure
+
+if TYPE_CHECKING:
+    from patchcure.demo import Result
+
+app = typer.Typer(
+    help="Image classifiers that are provably robust to adversarial patches.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
+"""What a user can cause and mend: shown as one line, without a traceback."""
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user is one line on stderr and exit code 2."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except MISTAKES as error:
+        message = str(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's own exceptions: options and arguments
+            raise
+        message = error.format_message()
+    if message:
+        print("patchcure:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def version(asked: bool) -> None:
+    """Print the version and stop."""
+    if asked:
+        typer.echo(f"patchcure {patchcure.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    _: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Image classifiers that are provably robust to adversarial patches."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder for the picture.")] = Path("demo-output"),
+    limit: Annotated[int, typer.Option(help="How many test images.")] = 100,
+    as_json: Json = False,
+) -> None:
+    """Attack small models on handwritten digits, undefended and defended; about a minute, no network."""
+    from patchcure.demo import run
+
+    progress = Console(stderr=True)
+    with progress.status("Loading") as status:
+        result = run(out, limit, say=status.update)
+    if as_json:
+        typer.echo(json.dumps(asdict(result), indent=2))
+        return
+    console = Console()
+    console.print(_table(result))
+    console.print(f"How one attacked image was decided: {result.picture}")
+
+
+@app.command()
+def names(as_json: Json = False) -> None:
+    """List the instances that have a name."""
+    from patchcure.names import known
+
+    typer.echo(json.dumps(known(), indent=2) if as_json else "\n".join(known()))
+
+
+@app.command()
+def describe(
+    name: Annotated[str, typer.Argument(help="Such as PCURE-ViT14x2-k9; `patchcure names` lists them.")],
+    patch: Annotated[str, typer.Option(help="The patch: 2% of the image, or 32 pixels a side.")] = "2%",
+    patches: Annotated[int, typer.Option(help="How many patches at once.")] = 1,
+    image_size: Annotated[int, typer.Option(help="The side of the images in pixels.")] = 224,
+    masks_per_axis: Annotated[int | None, typer.Option(help="At most so many masks on each axis.")] = None,
+    mask_stride: Annotated[int | None, typer.Option(help="Cells between masks, instead.")] = None,
+    operation: Annotated[str, typer.Option(help="The secure operation.")] = "double-masking",
+    as_json: Json = False,
+) -> None:
+    """Show the grid, the masks and the threat of an instance."""
+    import torch
+
+    from patchcure.names import build
+
+    with torch.device("meta"):
+        defense = build(
+            name,
+            patch=int(patch) if patch.isdigit() else patch,
+            patches=patches,
+            image_size=image_size,
+            masks_per_axis=masks_per_axis,
+            mask_stride=mask_stride,
+            operation=operation,
+        )
+    facts = _facts(name, defense)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        typer.echo(f"{key.replace('_', ' '):<{width}}  {value}")
+
+
+def _table(result: Result) -> Table:
+    """The result for people."""
+    sheet = Table(title=f"{result.images} digits, {result.threat}", caption=f"{result.seconds:.0f} s")
+    sheet.add_column("defense")
+    for title in ("clean", "under attack", "certified", "masks", "speed"):
+        sheet.add_column(title, justify="right")
+    for row in result.rows:
+        defended = row.masks > 0
+        sheet.add_row(
+            row.name,
+            f"{row.clean:.1%}",
+            f"{row.attacked:.1%}",
+            f"{row.certified:.1%}" if defended else "–",
+            str(row.masks) if defended else "–",
+            f"{row.speed:.2f}x ({row.spread[0]:.2f}–{row.spread[1]:.2f})" if defended else "1x",
+        )
+    return sheet
+
+
+def _facts(name: str, defense: patchcure.Defense) -> dict[str, str | int]:
+    """What there is to know about a defense before any image is seen."""
+    model, masks = defense.model, defense.masks
+    row, column = model.grid.height // 2, model.grid.width // 2
+    field = model.receptive(patchcure.Box(row, column, row + 1, column + 1))
+    mask = max((box for mask in masks.masks for box in mask), key=lambda box: box.area)
+    several = f", {defense.threat.count} at once" if defense.threat.count > 1 else ""
+    return {
+        "name": name,
+        "threat": defense.threat.describe(),
+        "image": f"{model.image.height}x{model.image.width} pixels",
+        "grid": f"{model.grid.height}x{model.grid.width} cells",
+        "receptive_field": f"{field.height}x{field.width} pixels",
+        "mask": f"{mask.height}x{mask.width} cells{several}",
+        "masks": len(masks),
+        "pairs": masks.pairs,
+        "operation": type(defense.operation).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }

@@ -1,0 +1,93 @@
+"""The command line as a stranger runs it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `python -m patchcure`, with modules from `path` first."""
+    search = os.pathsep.join(filter(None, [str(path or ""), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": search, "COLUMNS": "120"}
+    command = [sys.executable, "-m", "patchcure", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_demo_as_json(tmp_path: Path) -> None:
+    result = run("demo", "--json", "--limit", "12", "--out", str(tmp_path / "new" / "folder"))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["images"] == 12
+    assert found["rows"][0]["name"] == "undefended"
+    for row in found["rows"]:
+        assert 0 <= row["certified"] <= row["attacked"] <= row["clean"] <= 1
+        assert row["spread"][0] <= row["speed"] <= row["spread"][1]
+    assert found["rows"][0]["attacked"] < found["rows"][0]["clean"]
+    assert all(row["certified"] > 0 for row in found["rows"][1:])
+    picture = Path(found["picture"])
+    assert picture.parent == tmp_path / "new" / "folder"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert [file.name for file in picture.parent.iterdir()] == [picture.name]
+
+
+def test_demo_as_a_table(tmp_path: Path) -> None:
+    result = run("demo", "--limit", "2", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    for word in ("undefended", "PCURE", "PatchCleanser", "certified", str(tmp_path)[:20]):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--limit", "0"], "limit: expected 1 to 500 images, got 0."),
+        (["demo", "--limit", "many"], "limit"),
+        (["demo", "--lmit", "3"], "No such option: --lmit"),
+        (["demo", "--limit", "1", "--out", os.devnull], os.devnull),
+        (["describe", "PCURE-ViT14x3-k9"], "does not divide the token grid"),
+        (["describe", "PCURE-ViT14x2-k9", "--patch", "small"], "small"),
+        (["describe", "PCURE-ViT14x2-k9", "--patch", "100"], "together hide all"),
+        (["describe"], "NAME"),
+        (["dmo"], "dmo"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr.replace("'", "")
+
+
+def test_without_scikit_learn_the_demo_names_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "sklearn.py").write_text("raise ImportError")
+    result = run("demo", path=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "patchcure: The demo's digits come with scikit-learn: pip install 'patchcure[demo]'.\n"
+
+
+def test_describe_tells_the_papers_geometry() -> None:
+    facts = json.loads(run("describe", "PCURE-ViT14x1-k6", "--json").stdout)
+    assert (facts["grid"], facts["mask"], facts["masks"], facts["pairs"]) == ("1x14 cells", "1x3 cells", 12, 78)
+    text = run("describe", "PatchCleanser-ViT-B", "--masks-per-axis", "6", "--patch", "32").stdout
+    assert "one patch of 32x32 pixels anywhere on 224x224" in text
+    assert "64x64 cells" in text
+
+
+def test_names_and_version() -> None:
+    listed = run("names").stdout.split()
+    assert "PCURE-ViT14x2-k9" in listed
+    assert json.loads(run("names", "--json").stdout) == listed
+    assert run("--version").stdout.startswith("patchcure 0.")
+
+
+def test_importing_the_package_is_light() -> None:
+    code = "import sys, patchcure; print(*{'timm', 'torchvision', 'matplotlib', 'typer', 'sklearn'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "", result.stderr
