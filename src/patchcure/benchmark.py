@@ -153,7 +153,10 @@ def _alternate(rounds: int, defense: Defense, batch: int) -> tuple[list[float], 
 
 
 def _two_rounds(defense: Defense, images: Tensor) -> None:
-    """What an attacked image costs: the first round, and all pairs of one mask."""
+    """What an attacked image costs: the first round, and all pairs of one mask (if there are pairs)."""
+    if defense.operation.together == 1:
+        defense.predict(images)
+        return
     model, masks = defense.model, defense.masks
     features = model.features(images)
     image, mask = every_mask(features, masks)

@@ -12,7 +12,7 @@ from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.operations import DoubleMasking, SecureOperation
-from patchcure.operations.base import Detail
+from patchcure.operations.base import Detail, masks_for
 from patchcure.threat import PatchThreat
 
 
@@ -25,7 +25,8 @@ class Defense(nn.Module):
     Args:
         model: a network that can be split.
         threat: what the attacker may do.
-        masks: what to hide; by default masks at every cell that cover the threat (none, if the operation needs none).
+        masks: what to hide; by default what the operation asks for: masks at every cell that cover the threat, the
+            ablations of a vote, or none.
         operation: how predictions under masks become a label.
 
     `recipe` holds the arguments of `patchcure.build` where that made the defense.
@@ -61,7 +62,7 @@ class Defense(nn.Module):
         self.operation: SecureOperation = DoubleMasking() if operation is None else operation
         reach = threat.on_features(model.grid, model.corrupted)
         together = self.operation.together
-        masks = masks or MaskSet.covering(reach, together=together)
+        masks = masks or masks_for(self.operation, reach)
         # Built anew from the model's own geometry, so that masks made for another threat or model are refused.
         self.masks = MaskSet(masks.masks, reach, max(masks.together, together) if together else 0)
         self.eval()

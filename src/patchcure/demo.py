@@ -88,6 +88,7 @@ def run(out: Path, limit: int = 100, say: Callable[[str], None] = lambda text: N
     """
     if not 1 <= limit <= TEST_IMAGES:
         raise ValueError(f"limit: expected 1 to {TEST_IMAGES} images, got {limit}.")
+    out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     images, labels = (part[:limit] for part in digits("test"))
     with one_thread():
@@ -210,7 +211,7 @@ def _row(
         name=name,
         clean=_share(answers(model, images) == truth),
         attacked=_share(answers(model, attacked) == truth),
-        certified=_share(defense.certify(images, truth).certified) if defense else 0.0,
+        certified=_share(defense.certify(images, truth, detail="verdict").certified) if defense else 0.0,
         speed=speed[0],
         spread=speed[1:],
         masks=len(defense.masks) if defense else 0,
@@ -223,7 +224,7 @@ def _most_telling(defense: Defense, images: Tensor, attacked: Tensor, truth: Int
         fooled = defense(attacked).argmax(1) != truth
     prediction = defense.predict(attacked)
     outvoted = (prediction.votes != truth[:, None]).sum(1)
-    certified = defense.certify(images, truth).certified
+    certified = defense.certify(images, truth, detail="verdict").certified
     score = 100 * certified + 100 * (prediction.labels == truth) + 50 * fooled + outvoted
     return int(score.argmax())
 

@@ -71,7 +71,7 @@ class MaskSet:
         if (bare := self.coverage.bare) is not None:
             raise ValueError(
                 f"The masks do not cover the threat: no mask hides the corrupted cells {bare}. "
-                "Use MaskSet.covering, larger masks or a smaller stride."
+                "Use MaskSet.covering, larger masks or a smaller stride (masks that keep a band: a narrower band)."
             )
         if (blind := _hides_everything(hidden, self.together)) is not None:
             raise ValueError(

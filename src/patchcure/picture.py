@@ -35,9 +35,7 @@ class _Story:
     """Everything that the figure tells, computed before anything is drawn.
 
     Args:
-        image: what the defense saw.
         label: the true one, if it is known.
-        prediction: what it said.
         unmasked: what the model says when nothing is hidden.
         decider: the disagreeing mask that the second round is shown for, if there is one.
         seconds: the labels under that mask and each other one.
@@ -118,13 +116,9 @@ def _story(defense: Defense, image: Tensor, label: int | None, names: Sequence[s
     if defense.operation.together < 2 or not disagreeing:
         return _Story(defense, image, label, prediction, unmasked, None, None, names)
     features = defense.model.features(image[None])
-    every = torch.arange(len(defense.masks))
-    rows = {
-        mask: masked_labels(
-            defense.model, features, defense.masks, torch.zeros_like(every), torch.full_like(every, mask), every
-        ).cpu()
-        for mask in disagreeing
-    }
+    every = torch.arange(len(defense.masks), device=image.device)
+    only = torch.zeros_like(every)  # the one image
+    rows = {i: masked_labels(defense.model, features, defense.masks, only, only + i, every).cpu() for i in disagreeing}
     winners = [mask for mask, row in rows.items() if bool((row == prediction.labels[0].cpu()).all())]
     decider = (winners or disagreeing)[0]
     return _Story(defense, image, label, prediction, unmasked, decider, rows[decider], names)
@@ -135,7 +129,7 @@ def _draw(story: _Story, clean: Tensor | None, certificate: Certificate | None) 
 
     shown = _informative(story)
     lines = -(-len(shown) // PER_LINE)
-    rounds = 1 if story.seconds is None else 2
+    rounds = 0 if not shown else 1 if story.seconds is None else 2  # some rules look at no masks
     heights = [3.0] + [0.5 + 1.4 * lines] * rounds
     figure = Figure(figsize=(9.6, sum(heights)), layout="constrained")
     top, *others = figure.subfigures(1 + rounds, 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -149,9 +143,8 @@ def _overview(band: SubFigure, story: _Story, clean: Tensor | None, certificate:
     panels = 2 + (clean is not None) + (certificate is not None)
     axes = list(band.subplots(1, panels, squeeze=False)[0])
     if clean is not None:
-        _show(
-            axes.pop(0), clean, "Clean image" + ("" if story.label is None else f", labelled\n{story.say(story.label)}")
-        )
+        label = "" if story.label is None else f", labelled\n{story.say(story.label)}"
+        _show(axes.pop(0), clean, f"Clean image{label}")
     before, after = axes[:2]
     what = "Image" if clean is None else "Attacked image"
     _show(before, story.image, f"{what}, undefended:\n{story.say(story.unmasked)}", story.colour(story.unmasked))

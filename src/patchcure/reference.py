@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from patchcure.masks import MaskSet
-from patchcure.models import AnyClassifier, SplitModel, SplitResNet, SplitViT
+from patchcure.models import AnyClassifier, DroppingViT, SplitModel, SplitResNet, SplitViT, TwoSignClassifier
 
 Hidden = Bool[Tensor, "h w"]
 
@@ -23,8 +23,10 @@ def logits(model: SplitModel, image: Float[Tensor, "c h w"], hidden: Hidden) -> 
         return _vit(model, x, hidden)
     if isinstance(model, SplitResNet):
         return _resnet(model, x, hidden)
+    if isinstance(model, DroppingViT):
+        return _dropping(model, x, hidden)
     if isinstance(model, AnyClassifier):
-        x = x.clone()
+        x = torch.cat([image, 1 - image]) if isinstance(model, TwoSignClassifier) else x.clone()
         x[:, hidden] = 0
         rows: Tensor = model.backbone(x[None])
         return rows[0]
@@ -66,6 +68,33 @@ def certify(model: SplitModel, image: Float[Tensor, "c h w"], masks: MaskSet, y:
             if label(model, image, first | second) != y:
                 return False
     return True
+
+
+def vote(model: SplitModel, image: Float[Tensor, "c h w"], masks: MaskSet, threshold: float | None = None) -> int:
+    """Smoothing: the label with the most votes, the lowest on ties."""
+    ballots = [_ballot(model, image, hidden, threshold) for hidden in masks.hidden]
+    return max(range(model.num_classes), key=lambda c: (sum(c in ballot for ballot in ballots), -c))
+
+
+def certify_vote(
+    model: SplitModel, image: Float[Tensor, "c h w"], masks: MaskSet, y: int, threshold: float | None = None
+) -> bool:
+    """Can no placement of one patch give another label as many votes (or more, where it loses ties)?"""
+    ballots = [_ballot(model, image, hidden, threshold) for hidden in masks.hidden]
+    for box in set(masks.threat.locations()):
+        touched = [bool((~hidden)[box.top : box.bottom, box.left : box.right].any()) for hidden in masks.hidden]
+        rest = [ballot for ballot, hit in zip(ballots, touched, strict=True) if not hit]
+        for c in range(model.num_classes):
+            if c != y and sum(y in b for b in rest) + (y < c) <= sum(c in b for b in rest) + sum(touched):
+                return False
+    return True
+
+
+def _ballot(model: SplitModel, image: Tensor, hidden: Hidden, threshold: float | None) -> set[int]:
+    row = logits(model, image, hidden)
+    if threshold is None:
+        return {int(row.argmax())}
+    return {c for c, chance in enumerate(row.double().softmax(0).tolist()) if chance >= threshold}
 
 
 def _mask_pred(
@@ -116,6 +145,24 @@ def _vit(model: SplitViT, x: Float[Tensor, "c h w"], hidden: Hidden) -> Float[Te
     else:
         result = vit.head(vit.fc_norm(vit.norm(tokens.mean(0))))
     return result
+
+
+def _dropping(model: DroppingViT, x: Float[Tensor, "c h w"], hidden: Hidden) -> Float[Tensor, " classes"]:
+    vit: Any = model.backbone
+    x = x.clone()
+    x[:, hidden] = 0
+    tokens = vit._pos_embed(vit.patch_embed(x[None]))
+    height, width = vit.patch_embed.patch_size
+    kept = list(range(vit.num_prefix_tokens))
+    for row in range(model.image.height // height):
+        for col in range(model.image.width // width):
+            if not hidden[row * height : (row + 1) * height, col * width : (col + 1) * width].all():
+                kept.append(vit.num_prefix_tokens + row * (model.image.width // width) + col)
+    tokens = vit.norm_pre(tokens[:, kept])
+    for block in vit.blocks:
+        tokens = block(tokens)
+    rows: Tensor = vit.forward_head(vit.norm(tokens))
+    return rows[0]
 
 
 def _resnet(model: SplitResNet, x: Float[Tensor, "c h w"], hidden: Hidden) -> Float[Tensor, " classes"]:

@@ -7,10 +7,27 @@ from pathlib import Path
 
 import patchcure
 
-ORDER = (
-    "_torchvision geometry preprocess threat masks models certificate operations defense names reference zoo attack "
-    "benchmark picture demo cli"
-).split()
+ORDER = [
+    "_torchvision",
+    "geometry",
+    "preprocess",
+    "threat",
+    "masks",
+    "ablations",
+    "models",
+    "certificate",
+    "operations",
+    "defense",
+    "instances",
+    "names",
+    "reference",
+    "zoo",
+    "attack",
+    "benchmark",
+    "picture",
+    "demo",
+    "cli",
+]
 
 
 def test_imports_go_one_way() -> None:

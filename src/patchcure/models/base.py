@@ -69,7 +69,7 @@ class SplitModel(nn.Module, ABC):
     def masked(
         self, prepared: Any, images: Int[Tensor, " j"], hidden: Bool[Tensor, "j cells"]
     ) -> Float[Tensor, "j classes"]:
-        """The LRF part for a few jobs that all leave the same number of cells visible (at least one)."""
+        """The LRF part for a few jobs of the same length (see `lengths`), each with a visible cell."""
 
     def prepare(self, features: Float[Tensor, "b ..."], jobs: int) -> Any:
         """What all of an image's jobs share, one entry per cell; `masked` reads it. By default the features."""
@@ -83,6 +83,10 @@ class SplitModel(nn.Module, ABC):
     def receptive(self, cells: Box) -> Box:
         """The pixels that these cells read."""
 
+    def lengths(self, hidden: Bool[Tensor, "j cells"]) -> Int[Tensor, " j"]:
+        """How much of each job is visible, in the unit of the model's work; jobs of equal length go together."""
+        return (~hidden).sum(1)
+
     def logits(
         self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j h w"]
     ) -> Float[Tensor, "j classes"]:
@@ -92,7 +96,7 @@ class SplitModel(nn.Module, ABC):
         """
         prepared = self.prepare(features, len(images))
         flat = hidden.flatten(1)
-        visible = (~flat).sum(1)
+        visible = self.lengths(flat)
         if bool((visible == 0).any()):
             raise ValueError("A job hides every cell, so its prediction would mean nothing: use smaller masks.")
         order = visible.argsort(stable=True)

@@ -54,7 +54,7 @@ class SplitViT(SplitModel):
         std: Sequence[float] = IMAGENET_STD,
         max_jobs: int = 64,
     ) -> None:
-        _check_backbone(backbone, flavour)
+        check_backbone(backbone, flavour)
         if flavour not in ("ours", "published"):
             raise ValueError(f"flavour: expected 'ours' or 'published', got {flavour!r}.")
         if norm_order not in ("before-pool", "after-pool"):
@@ -175,7 +175,8 @@ class SplitViT(SplitModel):
         return logits
 
 
-def _check_backbone(backbone: nn.Module, flavour: str) -> None:
+def check_backbone(backbone: nn.Module, flavour: str) -> None:
+    """Refuse a network that is no ViT, or one that cannot be split."""
     ensure_torchvision()
     from timm.models.vision_transformer import VisionTransformer
 

@@ -13,6 +13,7 @@ from patchcure.operations.minority_reports import MinorityReports
 from patchcure.operations.region_votes import RegionVotes
 from patchcure.operations.robust_masking import RobustMasking
 from patchcure.operations.scalecert import ScaleCert
+from patchcure.operations.voting import Voting
 
 OPERATIONS: dict[str, SecureOperation] = {
     "double-masking": DoubleMasking(),
@@ -28,6 +29,7 @@ OPERATIONS: dict[str, SecureOperation] = {
     "region-votes": RegionVotes(),
     "robust-masking": RobustMasking(),
     "scalecert": ScaleCert(),
+    "voting": Voting(),
 }
 """Operations by the names that options and command lines use."""
 
@@ -46,4 +48,5 @@ __all__ = [
     "RobustMasking",
     "ScaleCert",
     "SecureOperation",
+    "Voting",
 ]

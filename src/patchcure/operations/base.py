@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +13,7 @@ from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
 from patchcure.masks import Coverage, MaskSet
 from patchcure.models.base import SplitModel, job_device
-from patchcure.threat import PatchThreat
+from patchcure.threat import FeatureThreat, PatchThreat
 
 HIDDEN_BYTES = 1 << 26
 """How much memory the masks of the jobs in flight may take."""
@@ -52,6 +52,15 @@ class SecureOperation(Protocol):
     ) -> Certificate:
         """Proofs, from clean features and true labels."""
         ...
+
+
+def masks_for(operation: SecureOperation, threat: FeatureThreat) -> MaskSet:
+    """The masks that an operation uses unless told otherwise: its own ablations, or masks that cover the threat."""
+    ablation = getattr(operation, "ablation", None)
+    if ablation is None:
+        return MaskSet.covering(threat, together=operation.together)
+    masks: MaskSet = ablation.masks(threat)
+    return masks
 
 
 def tolerance(logits: Float[Tensor, "j classes"]) -> Float[Tensor, " j"]:
@@ -165,13 +174,30 @@ def location_maps(safe: Bool[Tensor, "b g"], coverage: Coverage) -> tuple[Bool[T
 def largest_square(
     trusted: Bool[Tensor, "b m"], model: SplitModel, masks: MaskSet, threat: PatchThreat
 ) -> Int[Tensor, " b"]:
-    """The side of the largest square patch for which every location is safe, by bisection (smaller is easier)."""
+    """The side of the largest square patch for which some trusted mask hides every location."""
+    none = torch.zeros(len(trusted), dtype=torch.long, device=trusted.device)
+    return largest_side(lambda covers: safe_groups(trusted, covers), none, model, masks, threat)
+
+
+def largest_side(
+    safe: Callable[[Bool[Tensor, "g m"]], Bool[Tensor, "b g"]],
+    low: Int[Tensor, " b"],
+    model: SplitModel,
+    masks: MaskSet,
+    threat: PatchThreat,
+) -> Int[Tensor, " b"]:
+    """The side of the largest square patch, at least `low`, for which every placement is safe.
+
+    By bisection: what is safe from a square must be safe from a smaller one.
+
+    Args:
+        safe: from the masks that hide each group of placements to the groups that are safe.
+    """
 
     def certified(side: int) -> Bool[Tensor, " b"]:
         smaller = threat.with_squares(side).on_features(model.grid, model.corrupted)
-        return safe_groups(trusted, masks.coverage_of(smaller).covers).all(1)
+        return safe(masks.coverage_of(smaller).covers).all(1)
 
-    low = torch.zeros(len(trusted), dtype=torch.long, device=trusted.device)
     high = torch.full_like(low, min(threat.image.height, threat.image.width))
     while bool((low < high).any()):
         for side in ((low + high + 1) // 2)[low < high].unique().tolist():

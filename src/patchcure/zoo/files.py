@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patchcure.ablations import Ablation
 from patchcure.defense import Defense
 from patchcure.geometry import Grid
 from patchcure.names import build
@@ -22,7 +23,8 @@ from patchcure.zoo.checkpoint import Tensors, fit, read
 
 KEY = "patchcure"
 KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (PatchThreat, Grid, Resize, *(type(operation) for operation in OPERATIONS.values()))
+    kind.__name__: kind
+    for kind in (Ablation, PatchThreat, Grid, Resize, *(type(operation) for operation in OPERATIONS.values()))
 }
 """What a recipe may hold besides numbers and words."""
 
