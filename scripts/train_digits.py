@@ -61,7 +61,7 @@ class Recipe:
         position: standard deviation of new position embeddings; timm's 0.02 learns slowly where tokens are so small.
     """
 
-    steps: int = 5000
+    steps: int = 3000
     batch: int = 128
     lr: float = 3e-3
     weight_decay: float = 0.05

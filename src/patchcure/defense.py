@@ -56,6 +56,11 @@ class Defense(nn.Module):
                 f"{threat.target.height}x{threat.target.width} pixels: give both the same image size, or the threat a "
                 "Resize to the model's size (PatchThreat.before)."
             )
+        if any("quantized.dynamic" in type(module).__module__ for module in model.modules()):
+            raise ValueError(
+                "Dynamic quantisation is unsound here: its scale depends on the whole input, so a patch would reach "
+                "every prediction under masks. Use the model as it was before it was quantised."
+            )
         self.model = model
         self.recipe: dict[str, Any] | None = None
         self.threat = threat
@@ -113,8 +118,11 @@ class Defense(nn.Module):
                 f"Expected a batch of float images (n, {want[0]}, {want[1]}, {want[2]}) with values in [0, 1], got "
                 f"{images.dtype} of shape {tuple(images.shape)}."
             )
-        if model.training:
-            raise ValueError("The model is in training mode, where predictions are random: call .eval() first.")
+        if any(module.training for module in model.modules()):
+            raise ValueError(
+                "The model, or a part of it, is in training mode, where predictions are random or mix the images of a "
+                "batch: call .eval() first."
+            )
         if images.is_meta:
             return
         low, high = images.aminmax()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 Interval = tuple[int, int]
 """A half-open range of rows or columns: ``(start, stop)``."""
@@ -14,10 +15,10 @@ def pair(value: int | tuple[int, int], what: str) -> tuple[int, int]:
     >>> pair(3, "stride")
     (3, 3)
     """
-    height, width = (value, value) if isinstance(value, int) else value
-    if height < 1 or width < 1:
-        raise ValueError(f"{what}: expected positive whole numbers, got {value!r}.")
-    return int(height), int(width)
+    sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(sides) != 2 or not all(isinstance(side, Integral) and side > 0 for side in sides):
+        raise ValueError(f"{what}: expected positive whole numbers, one or (height, width), got {value!r}.")
+    return int(sides[0]), int(sides[1])
 
 
 @dataclass(frozen=True, order=True)

@@ -18,8 +18,12 @@ from patchcure.threat import FeatureThreat, Footprint
 Mask = tuple[Box, ...]
 """A mask hides the union of some boxes of cells: one box for one patch, K for K patches."""
 
-TOO_MANY = 1_000_000
-"""More masks than this are a mistake."""
+MANY = 1024
+FEW_PER_AXIS = 6
+"""Where masks at every cell would be more than that, so many on each axis are the default (PatchCleanser's)."""
+
+TOO_MUCH = 1 << 31
+"""Tables of masks with more bytes than this are refused."""
 
 GROUPS = 6
 """At most this many kinds of masks are made for a threat with many shapes."""
@@ -52,10 +56,12 @@ class MaskSet:
     _others: dict[FeatureThreat, Coverage] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.together not in (0, 1, 2):
+            raise ValueError(f"together: operations apply 0, 1 or 2 masks at once, got {self.together}.")
         if bool(self.masks) != bool(self.together):
             raise ValueError(
                 f"Expected {'at least one mask' if self.together else 'no masks'} for a rule that applies "
-                f"{self.together} at once, got {len(self.masks)}."
+                f"{self.together} together, got {len(self.masks)}."
             )
         grid = self.grid
         hidden = torch.zeros(len(self.masks), grid.height, grid.width, dtype=torch.bool, device="cpu")
@@ -96,34 +102,41 @@ class MaskSet:
     def covering(
         cls,
         threat: FeatureThreat,
-        stride: int | tuple[int, int] = 1,
+        stride: int | tuple[int, int] | None = None,
         per_axis: int | tuple[int, int] | None = None,
         together: int = 2,
     ) -> MaskSet:
         """The paper's mask set: masks of p + s - 1 cells at every s-th cell of each axis, p the corrupted extent.
 
         Args:
-            stride: cells between masks, for both axes or as (vertical, horizontal).
+            stride: cells between masks, for both axes or as (vertical, horizontal); by default 1, as in the paper, or
+                six masks on each axis where that would be more than a thousand masks.
             per_axis: instead of a stride, at most this many masks on each axis.
             together: see the class.
         """
         if not together:
-            if (stride, per_axis) not in ((1, None), ((1, 1), None)):
+            if stride is not None or per_axis is not None:
                 raise ValueError("This rule uses no masks: leave out the mask stride and the masks per axis.")
             return cls((), threat, together)
-        strides = pair(stride, "mask stride")
-        budget = None if per_axis is None else pair(per_axis, "masks per axis")
+        if stride is not None and per_axis is not None:
+            raise ValueError("Give a mask stride or the masks per axis, not both.")
         grid = threat.grid
+        if stride is None and per_axis is None:
+            height, width = threat.footprints[0].extent
+            many = (grid.height - height + 1) * (grid.width - width + 1) > MANY
+            stride, per_axis = (None, FEW_PER_AXIS) if many else (1, None)
+        strides = pair(1 if stride is None else stride, "mask stride")
+        budget = None if per_axis is None else pair(per_axis, "masks per axis")
         boxes: dict[Box, None] = {}
         for height, width in _few_extents([footprint.extent for footprint in threat.footprints]):
             rows = _axis(grid.height, height, strides[0], None if budget is None else budget[0])
             cols = _axis(grid.width, width, strides[1], None if budget is None else budget[1])
             boxes |= {Box.of(row, col): None for row in rows for col in cols}
         count = min(threat.count, len(boxes))
-        if math.comb(len(boxes), count) > TOO_MANY:
+        if (needed := math.comb(len(boxes), count)) * grid.cells > TOO_MUCH:
             raise ValueError(
-                f"{count} patches under {len(boxes)} masks each would need {math.comb(len(boxes), count):,} unions of "
-                "masks: use a larger mask stride."
+                f"{count} patches on {grid.height}x{grid.width} cells would need {needed:,} masks: use a larger mask "
+                "stride, or masks per axis."
             )
         return cls(tuple(itertools.combinations(boxes, count)), threat, together)
 

@@ -29,9 +29,6 @@ from patchcure.operations.base import masks_for
 from patchcure.preprocess import Resize
 from patchcure.threat import FeatureThreat, PatchThreat, Size
 
-MANY_MASKS = 1024
-"""Where a mask at every cell would need more masks than this, six on each axis are the default (PatchCleanser's)."""
-
 
 def parse(name: str) -> Name:
     """Read a name; `str` writes it back.
@@ -119,8 +116,6 @@ def build(
         "masks_per_axis": masks_per_axis,
         "operation": rule,
     }
-    if mask_stride is not None and masks_per_axis is not None:
-        raise ValueError("Give mask_stride or masks_per_axis, not both.")
     network = instance.model(**model)
     threat = _threat(patch, patches, resize_from, network.image)
     reach = threat.on_features(network.grid, network.corrupted)
@@ -155,19 +150,11 @@ def _masks(
     per_axis: int | tuple[int, int] | None,
 ) -> MaskSet:
     """The operation's own masks, or the ones that are asked for."""
-    votes = getattr(rule, "ablation", None) is not None
     if stride is None and per_axis is None:
-        if votes or not rule.together or not _every_cell(reach.grid, reach.footprints[0].extent):
-            return masks_for(rule, reach)
-        per_axis = 6
-    if votes:
+        return masks_for(rule, reach)
+    if getattr(rule, "ablation", None) is not None:
         raise ValueError(
             "mask_stride, masks_per_axis: a vote keeps bands or blocks, which have their own stride: give it in the "
             "name (S-ViT-b19-s10) or in the operation, Voting(Ablation(width=19, stride=10))."
         )
-    return MaskSet.covering(reach, 1 if stride is None else stride, per_axis, rule.together)
-
-
-def _every_cell(grid: Grid, extent: tuple[int, int]) -> bool:
-    """Would masks at every cell be very many?"""
-    return (grid.height - extent[0] + 1) * (grid.width - extent[1] + 1) > MANY_MASKS
+    return MaskSet.covering(reach, stride, per_axis, rule.together)

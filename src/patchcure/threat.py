@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 
 from patchcure.geometry import Box, Grid, Interval, pair
@@ -34,7 +35,7 @@ class PatchThreat:
     resize: Resize | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shapes", _maximal(self.shapes))
+        object.__setattr__(self, "shapes", _maximal([pair(shape, "patch") for shape in self.shapes]))
         for height, width in self.shapes:
             if height > self.image.height or width > self.image.width:
                 raise ValueError(
@@ -53,15 +54,17 @@ class PatchThreat:
     def square(cls, size: int | str, image: int | tuple[int, int] | Grid, count: int = 1) -> PatchThreat:
         """One square of `size` pixels a side (``32``), or of a share of the image (``"2%"``, side rounded up)."""
         grid = Grid.of(image)
-        side = math.ceil(math.sqrt(_pixels(size, grid))) if isinstance(size, str) else size
-        return cls((pair(side, "patch"),), grid, count)
+        if isinstance(size, str):
+            pixels = math.ceil(_pixels(size, grid))
+            size = math.isqrt(pixels - 1) + 1
+        return cls((pair(size, "patch"),), grid, count)
 
     @classmethod
     def rectangles(
         cls, shapes: Iterable[tuple[int, int]], image: int | tuple[int, int] | Grid, count: int = 1
     ) -> PatchThreat:
         """Rectangles of any of these (height, width)."""
-        return cls(tuple(pair(shape, "patch") for shape in shapes), Grid.of(image), count)
+        return cls(tuple(shapes), Grid.of(image), count)
 
     @classmethod
     def area(cls, share: str, image: int | tuple[int, int] | Grid, count: int = 1) -> PatchThreat:
@@ -170,12 +173,12 @@ def _maximal(shapes: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple((h, w) for h, w in unique if not any((h, w) != (H, W) and h <= H and w <= W for H, W in unique))
 
 
-def _pixels(share: str, grid: Grid) -> float:
-    """The number of pixels in ``"2%"`` of an image."""
+def _pixels(share: str, grid: Grid) -> Fraction:
+    """The number of pixels in ``"2%"`` of an image, exactly."""
     try:
-        percent = float(share.strip().removesuffix("%")) if share.strip().endswith("%") else math.nan
-    except ValueError:
-        percent = math.nan
+        percent = Fraction(share.strip().removesuffix("%")) if share.strip().endswith("%") else Fraction(0)
+    except (ValueError, ZeroDivisionError):
+        percent = Fraction(0)
     if not 0 < percent <= 100:
         raise ValueError(f'A share of the image looks like "2%", got {share!r}: use 0 < percent <= 100.')
     return percent / 100 * grid.cells

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import patchcure
 from patchcure import Box, Defense, PatchThreat, SplitModel, reference
@@ -117,7 +117,7 @@ PLAIN = [
 def test_rules_are_their_definitions(operation: SecureOperation, plain: Any) -> None:
     model = built("PCURE-BagNet9-R18-k18", image_size=(32, 36))
     defense = Defense(model, PatchThreat.square(5, (32, 36)), operation=operation)
-    channels = model.backbone.fc.in_features  # type: ignore[union-attr]
+    channels = next(module.in_features for module in model.modules() if isinstance(module, nn.Linear))
     features = torch.randn(60, model.grid.cells, channels, generator=torch.Generator().manual_seed(5)) * 3
     with torch.no_grad():
         prediction = operation.predict(model, features, defense.masks)

@@ -258,8 +258,8 @@ class GlobalScaleCert:
         content = torch.where(~kept[jobs[:, 0]] | table[jobs[:, 1]], torch.nan, features[jobs[:, 0]])
         return model.masked(content.nan_to_num(0), torch.arange(len(jobs)), content.isnan())
 
-    def worst_evaluations(self, masks: int) -> int:
-        return masks + 1
+    def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
+        return len(masks) + 1
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         votes = self._logits(model, features, masks).argmax(1).view(len(features), -1)

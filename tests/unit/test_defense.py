@@ -80,7 +80,6 @@ def test_training_mode_is_refused(defense: Defense) -> None:
             call()
 
 
-@pytest.mark.xfail(strict=True, reason="only the outermost module's mode is checked")
 def test_a_part_in_training_mode_is_refused() -> None:
     """A batch norm in training mode mixes all pixels of all images: a patch reaches every prediction under masks."""
     network = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 4))
@@ -90,7 +89,6 @@ def test_a_part_in_training_mode_is_refused() -> None:
         defense.predict(GOOD)
 
 
-@pytest.mark.xfail(strict=True, reason="dynamic quantisation is not refused")
 @pytest.mark.filterwarnings("ignore")
 def test_dynamic_quantisation_is_refused() -> None:
     """Its scale is a function of the whole input, so a patch reaches every cell (spec, section 8)."""
@@ -120,7 +118,6 @@ class BadUnmasked(nn.Module):
         return torch.where((x != 0).flatten(1).all(1, keepdim=True), torch.nan, logits)
 
 
-@pytest.mark.xfail(strict=True, reason="the unmasked prediction is not checked")
 def test_an_unmasked_reference_that_is_not_a_number() -> None:
     model = AnyClassifier(BadUnmasked(), 8, 2)
     defense = Defense(model, PatchThreat.square(2, 8), operation=DoubleMasking("unmasked"))
@@ -186,7 +183,6 @@ def test_copies_and_conversions(family: SplitModel) -> None:
     torch.testing.assert_close(double.float(), logits, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.xfail(strict=True, reason="the folded copy of a BagNet goes stale")
 @torch.no_grad()
 @pytest.mark.parametrize("write", ["data", "vector"])
 def test_weights_written_behind_autograds_back(build: Build, write: str) -> None:

@@ -82,7 +82,7 @@ def test_predict_and_certify(name: str, tmp_path: Path) -> None:
     assert proof.safe[0].shape == (3, 25 - side, 33 - side)
     assert not bool((proof.strict & ~proof.certified).any())
     assert bool((answers.labels[proof.strict & ~answers.alarm] == labels[proof.strict & ~answers.alarm]).all())
-    assert int(answers.evaluations.max()) <= defense.operation.worst_evaluations(len(defense.masks))
+    assert int(answers.evaluations.max()) <= defense.operation.worst_evaluations(defense.model, defense.masks)
     one = defense.predict(images[:1])
     assert int(one.labels) == int(answers.labels[0]) and bool(one.alarm) == bool(answers.alarm[0])
     assert torch.equal(defense.certify(images[:1], labels[:1], "verdict").certified, proof.certified[:1])

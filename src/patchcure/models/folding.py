@@ -38,7 +38,21 @@ def fold(network: BagResNet) -> BagResNet:
     return folded
 
 
-def state(network: nn.Module) -> tuple[object, ...]:
-    """Changes whenever a tensor of the network is replaced, moved or written to."""
-    tensors = (*network.parameters(), *network.buffers())
-    return tuple((id(tensor), tensor._version, tensor.device, tensor.dtype) for tensor in tensors)
+class Fingerprint:
+    """What a network's weights look like, so that a copy made of them can be seen to be out of date.
+
+    Tells when a tensor was replaced, moved or written to, also behind autograd's back (``parameter.data``), as far as
+    that changed its first value.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        tensors = [*network.parameters(), *network.buffers()]
+        self.identity = [(id(t), t.data_ptr() if not t.is_meta else 0, t._version, t.device, t.dtype) for t in tensors]
+        self.first = torch.stack([t.detach().flatten()[0].double() for t in tensors])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint) or self.identity != other.identity:
+            return False
+        return self.first.is_meta or torch.equal(self.first, other.first)
+
+    __hash__ = None  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from patchcure.geometry import Box, Grid, Interval
 from patchcure.models.bagnet import BagResNet
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD, LINEAR_JOBS, SplitModel, visible_sum
-from patchcure.models.folding import fold, state
+from patchcure.models.folding import Fingerprint, fold
 from patchcure.models.vit import Flavour
 
 
@@ -88,7 +88,7 @@ class SplitResNet(SplitModel):
         )
         self.backbone = network
         self.rows, self.cols, self.k, self.whole = rows, cols, k, whole
-        self._folded: tuple[tuple[object, ...], BagResNet] | None = None
+        self._folded: tuple[Fingerprint, BagResNet] | None = None
         self.flavour: Flavour = flavour
 
     def corrupted(self, box: Box) -> Box:
@@ -102,7 +102,7 @@ class SplitResNet(SplitModel):
         """The backbone; in inference its folded copy, made anew when a weight has changed."""
         if self.training or torch.is_grad_enabled():
             return self.backbone
-        now = state(self.backbone)
+        now = Fingerprint(self.backbone)
         if self._folded is None or self._folded[0] != now:
             self._folded = (now, fold(self.backbone))
         return self._folded[1]

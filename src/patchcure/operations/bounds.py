@@ -13,12 +13,15 @@ from torch import Tensor
 
 from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
-from patchcure.masks import TOO_MANY, MaskSet
+from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.models.classifier import AnyClassifier
 from patchcure.operations.base import Detail, finite
 from patchcure.operations.intervals import margins_below, sums_of_products
 from patchcure.threat import FeatureThreat, PatchThreat
+
+TOO_MANY = 1_000_000
+"""More placements of the patches than this are refused: each needs its own bounds."""
 
 Places = tuple[Box, ...]
 """The boxes of pixels of all patches together."""
