@@ -123,6 +123,48 @@ def describe(
         typer.echo(f"{key.replace('_', ' '):<{width}}  {value}")
 
 
+@app.command()
+def bench(
+    names: Annotated[list[str], typer.Argument(help="Instances; `patchcure names` lists them.")],
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Batch sizes; may be given several times. [default: 4]")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="How often defended and undefended take turns.", min=1)] = 7,
+    flavour: Annotated[str, typer.Option(help="ours or published.")] = "ours",
+    as_json: Json = False,
+) -> None:
+    """Measure instances beside their undefended networks, turn by turn: speed, work and memory."""
+    import torch
+
+    from patchcure.benchmark import bench as measure
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with Console(stderr=True).status("Measuring"):
+        rows = list(measure(names, batch or [4], rounds, flavour=flavour))
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    sheet = Table(caption=f"{torch.get_num_threads()} threads, median of {rounds} rounds")
+    sheet.add_column("instance", overflow="fold")
+    for title in ("batch", "img/s", "relative", "attacked img/s", "ms", "GMAC", "MB", "of attainable"):
+        sheet.add_column(title, justify="right")
+    for row in rows:
+        sheet.add_row(
+            row.name,
+            str(row.batch),
+            f"{row.throughput:.2f}",
+            f"{row.relative:.3f} ({row.relative_low:.2f}–{row.relative_high:.2f})",
+            f"{row.attacked:.2f}",
+            f"{row.latency_ms:.0f}",
+            f"{row.gmacs:.1f}",
+            f"{row.peak_mb:.0f}",
+            f"{row.of_attainable:.2f}",
+        )
+    Console().print(sheet)
+
+
 def _table(result: Result) -> Table:
     """The result for people."""
     sheet = Table(title=f"{result.images} digits, {result.threat}", caption=f"{result.seconds:.0f} s")

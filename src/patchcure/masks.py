@@ -22,7 +22,7 @@ MANY = 1024
 FEW_PER_AXIS = 6
 """Where masks at every cell would be more than that, so many on each axis are the default (PatchCleanser's)."""
 
-TOO_MUCH = 1 << 31
+TOO_MUCH = 1 << 28
 """Tables of masks with more bytes than this are refused."""
 
 GROUPS = 6
