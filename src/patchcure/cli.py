@@ -77,7 +77,7 @@ def demo(
         return
     console = Console()
     console.print(_table(result))
-    console.print(f"How one attacked image was decided: {result.picture}")
+    console.print(f"How one attacked image was decided: {result.picture}", soft_wrap=True)
 
 
 @app.command()
@@ -169,7 +169,7 @@ def _table(result: Result) -> Table:
     """The result for people."""
     sheet = Table(title=f"{result.images} digits, {result.threat}", caption=f"{result.seconds:.0f} s")
     sheet.add_column("defense")
-    for title in ("clean", "under attack", "certified", "masks", "speed"):
+    for title in ("clean", "attacked", "certified", "masks", "speed"):
         sheet.add_column(title, justify="right")
     for row in result.rows:
         defended = row.masks > 0

@@ -180,6 +180,22 @@ class Falsified:
     example: tuple[Tensor, Tensor, int] | None  # the clean table, the attacked table, the location
 
 
+def every_table(
+    count: int, symbols: int, pairs: bool = True, unmasked: bool = True
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """All symmetric tables for so many masks, their symbols as rows of a list, and the entry of each symbol.
+
+    Without `pairs` only the diagonal is filled, without `unmasked` the last entry is not.
+    """
+    entries = [(i, j) for i in range(count) for j in range(i, count if pairs else i + 1)]
+    entries += [(count, count)] * (pairs and unmasked)
+    codes = torch.cartesian_prod(*[torch.arange(symbols)] * len(entries)).view(-1, len(entries))
+    tables = torch.zeros(len(codes), count + 1, count + 1)
+    for index, (i, j) in enumerate(entries):
+        tables[:, i, j] = tables[:, j, i] = codes[:, index].float()
+    return tables, codes, entries
+
+
 def falsify(
     rule: Rule, claim: Claim, covers: Tensor, symbols: int, pairs: bool = True, unmasked: bool = True
 ) -> Falsified:
@@ -189,12 +205,7 @@ def falsify(
     hidden can be turned into each other: a claim for l must hold for all of them or for none.
     """
     count = covers.shape[1]
-    entries = [(i, j) for i in range(count) for j in range(i, count if pairs else i + 1)]
-    entries += [(count, count)] * (pairs and unmasked)
-    codes = torch.cartesian_prod(*[torch.arange(symbols)] * len(entries)).view(-1, len(entries))
-    tables = torch.zeros(len(codes), count + 1, count + 1)
-    for index, (i, j) in enumerate(entries):
-        tables[:, i, j] = tables[:, j, i] = codes[:, index].float()
+    tables, codes, entries = every_table(count, symbols, pairs, unmasked)
     wrong = ((labels := rule(tables)) != 0) & (labels != -1)
     holds = claim(tables)
     tried = broken = 0
@@ -219,6 +230,7 @@ class Attackers:
     tiny: type[TinyModel] = TinyModel
     table: type[TableModel] = TableModel
     broken_placements: Callable[..., tuple[list[tuple[tuple[int, int, int], ...]], int]] = broken_placements
+    every_table: Callable[..., tuple[Tensor, Tensor, list[tuple[int, int]]]] = every_table
     falsify: Callable[..., Falsified] = falsify
 
 

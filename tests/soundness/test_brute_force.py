@@ -100,6 +100,7 @@ def test_no_patch_breaks_a_certificate(
         certified += int(certificate.certified)
         if bool(certificate.certified):
             assert not broken, f"certified, yet patches at {broken} succeed (model {seed})"
+            assert int(defense.predict(image).labels) == 0, "certified, yet wrong or an alarm without any patch"
             assert all(bool(safe.all()) for safe in certificate.safe)
         for patches in broken:
             for shape, row, col in patches:

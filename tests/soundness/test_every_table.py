@@ -78,8 +78,11 @@ def test_no_table_breaks_minority_reports(name: str, tau: float, attackers: Atta
     alphabet = torch.tensor([[5.0, 0.0], [0.0, 0.0], [0.0, 5.0], [0.0, 1.0]])
     model = attackers.table(covers, alphabet, together=1)
     operation = MinorityReports(tau)
-    found = attackers.falsify(model.rule(operation), model.claim(operation), covers, 4, pairs=False)
+    rule, claim = model.rule(operation), model.claim(operation)
+    found = attackers.falsify(rule, claim, covers, 4, pairs=False)
     assert found.tried and not found.broken, found.example
+    tables, _, _ = attackers.every_table(covers.shape[1], 4, pairs=False)
+    assert bool((rule(tables)[claim(tables).any(1)] == 0).all()), "certified, yet there is an alarm without any patch"
 
 
 @pytest.mark.parametrize("name", COVERS)
