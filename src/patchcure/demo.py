@@ -43,7 +43,7 @@ SHOWN = "PCURE-ViT1x1-k2"
 """The defense in the picture."""
 THREAT = PatchThreat.square(2, image=8)
 ROUNDS, TIMED_IMAGES = 7, 200
-"""How often, and on how many images, each speed is measured."""
+"""How often, and on how many images at most, each speed is measured."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def run(out: Path, limit: int = 100, say: Callable[[str], None] = lambda text: N
     with one_thread():
         models = contestants(network())
         say("Measuring speed")
-        speeds = relative_speeds(list(models.values()), digits("test")[0][:TIMED_IMAGES])
+        speeds = relative_speeds(list(models.values()), images[:TIMED_IMAGES])
         rows = []
         for (name, model), speed in zip(models.items(), speeds, strict=True):
             say(f"Attacking and certifying {name}")

@@ -17,7 +17,7 @@ def pair(value: int | tuple[int, int], what: str) -> tuple[int, int]:
     """
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2 or not all(isinstance(side, Integral) and side > 0 for side in sides):
-        raise ValueError(f"{what}: expected positive whole numbers, one or (height, width), got {value!r}.")
+        raise ValueError(f"{what}: expected positive whole numbers, got {value!r}.")
     return int(sides[0]), int(sides[1])
 
 

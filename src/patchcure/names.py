@@ -106,7 +106,8 @@ def build(
     (5, Grid(height=1, width=6))
     """
     instance = parse(name)
-    rule = _operation(instance.operation if operation is None else operation)
+    chosen = instance.operation if operation is None else operation
+    rule = _operation(chosen)
     recipe = {
         "name": name,
         "patch": patch,
@@ -114,7 +115,7 @@ def build(
         "resize_from": resize_from,
         "mask_stride": mask_stride,
         "masks_per_axis": masks_per_axis,
-        "operation": rule,
+        "operation": chosen,
     }
     network = instance.model(**model)
     threat = _threat(patch, patches, resize_from, network.image)

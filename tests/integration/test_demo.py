@@ -1,4 +1,4 @@
-"""The command line as a stranger runs it, in processes of its own."""
+"""The command line as a stranger runs it; the demo in a process of its own, quick verbs in this one."""
 
 from __future__ import annotations
 
@@ -6,21 +6,41 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from patchcure.cli import main
 
-def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `python -m patchcure`, with modules from `path` first."""
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def start(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `python -m patchcure` in a new process, with modules from `path` first."""
     search = os.pathsep.join(filter(None, [str(path or ""), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": search, "COLUMNS": "120"}
     command = [sys.executable, "-m", "patchcure", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["patchcure", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return int(stopped.value.code or 0), *capsys.readouterr()
+
+    return call
 
 
 def test_demo_as_json(tmp_path: Path) -> None:
-    result = run("demo", "--json", "--limit", "12", "--out", str(tmp_path / "new" / "folder"))
+    result = start("demo", "--json", "--limit", "12", "--out", str(tmp_path / "new" / "folder"))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["images"] == 12
@@ -36,11 +56,11 @@ def test_demo_as_json(tmp_path: Path) -> None:
     assert [file.name for file in picture.parent.iterdir()] == [picture.name]
 
 
-def test_demo_as_a_table(tmp_path: Path) -> None:
-    result = run("demo", "--limit", "2", "--out", str(tmp_path))
-    assert result.returncode == 0, result.stderr
+def test_demo_as_a_table(run: Run, tmp_path: Path) -> None:
+    code, text, _ = run("demo", "--limit", "2", "--out", str(tmp_path))
+    assert code == 0
     for word in ("undefended", "PCURE", "PatchCleanser", "certified", str(tmp_path)):
-        assert word in result.stdout
+        assert word in text
 
 
 @pytest.mark.parametrize(
@@ -50,41 +70,41 @@ def test_demo_as_a_table(tmp_path: Path) -> None:
         (["demo", "--limit", "many"], "limit"),
         (["demo", "--lmit", "3"], "No such option: --lmit"),
         (["demo", "--limit", "1", "--out", os.devnull], os.devnull),
-        (["describe", "PCURE-ViT14x3-k9"], "does not divide the token grid"),
+        (["describe", "PCURE-ViT14x3-k9"], "does not divide the 14x14 tokens"),
         (["describe", "PCURE-ViT14x2-k9", "--patch", "small"], "small"),
         (["describe", "PCURE-ViT14x2-k9", "--patch", "100"], "together hide all"),
-        (["describe"], "NAME"),
+        (["describe"], "Missing argument name"),
         (["dmo"], "dmo"),
     ],
 )
-def test_a_mistake_is_one_clear_line(arguments: list[str], message: str) -> None:
-    result = run(*arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert message in result.stderr.replace("'", "")
+def test_a_mistake_is_one_clear_line(run: Run, arguments: list[str], message: str) -> None:
+    code, text, problem = run(*arguments)
+    assert (code, text) == (2, "")
+    assert problem.startswith("patchcure: ")
+    assert problem.count("\n") == 1
+    assert message in problem.replace("'", "")
 
 
 def test_without_scikit_learn_the_demo_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "sklearn.py").write_text("raise ImportError")
-    result = run("demo", path=tmp_path)
+    result = start("demo", "--out", str(tmp_path), path=tmp_path)
     assert result.returncode == 2
     assert result.stderr == "patchcure: The demo's digits come with scikit-learn: pip install 'patchcure[demo]'.\n"
 
 
-def test_describe_tells_the_papers_geometry() -> None:
-    facts = json.loads(run("describe", "PCURE-ViT14x1-k6", "--json").stdout)
+def test_describe_tells_the_papers_geometry(run: Run) -> None:
+    facts = json.loads(run("describe", "PCURE-ViT14x1-k6", "--json")[1])
     assert (facts["grid"], facts["mask"], facts["masks"], facts["pairs"]) == ("1x14 cells", "1x3 cells", 12, 78)
-    text = run("describe", "PatchCleanser-ViT-B", "--masks-per-axis", "6", "--patch", "32").stdout
+    text = run("describe", "PatchCleanser-ViT-B", "--masks-per-axis", "6", "--patch", "32")[1]
     assert "one patch of 32x32 pixels anywhere on 224x224" in text
     assert "64x64 cells" in text
 
 
-def test_names_and_version() -> None:
-    listed = run("names").stdout.split()
+def test_names_and_version(run: Run) -> None:
+    listed = run("names")[1].split()
     assert "PCURE-ViT14x2-k9" in listed
-    assert json.loads(run("names", "--json").stdout) == listed
-    assert run("--version").stdout.startswith("patchcure 0.")
+    assert json.loads(run("names", "--json")[1]) == listed
+    assert run("--version")[1].startswith("patchcure 0.")
 
 
 def test_importing_the_package_is_light() -> None:

@@ -82,7 +82,10 @@ def test_no_table_breaks_minority_reports(name: str, tau: float, attackers: Atta
     found = attackers.falsify(rule, claim, covers, 4, pairs=False)
     assert found.tried and not found.broken, found.example
     tables, _, _ = attackers.every_table(covers.shape[1], 4, pairs=False)
-    assert bool((rule(tables)[claim(tables).any(1)] == 0).all()), "certified, yet there is an alarm without any patch"
+    labels = torch.zeros(len(tables), dtype=torch.long)
+    certified = operation.certify(model, tables, model.masks, model.threat, labels).certified
+    assert bool((rule(tables)[certified] == 0).all()), "certified, yet there is an alarm without any patch"
+    assert not bool((certified & ~claim(tables).all(1)).any())
 
 
 @pytest.mark.parametrize("name", COVERS)
@@ -113,14 +116,14 @@ def test_strict_against_location_aware(name: str, attackers: Attackers) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", PAIRS)
+@pytest.mark.parametrize("operation", ["majority", "challenger"])
 def test_four_masks_and_three_labels(
     operation: str, attackers: Attackers, record_property: Callable[[str, object], None]
 ) -> None:
-    """3^10 tables, times three for the rule that also looks at the unmasked label."""
+    """3^10 tables."""
     covers = covers_of("one mask too many")
     model = attackers.table(covers, 5 * torch.eye(3))
-    rule = model.rule(PAIRS[operation])
-    found = attackers.falsify(rule, model.claim(PAIRS[operation]), covers, 3, unmasked=operation == "unmasked")
+    rule, claim = model.rule(PAIRS[operation]), model.claim(PAIRS[operation])
+    found = attackers.falsify(rule, claim, covers, 3, unmasked=False)
     record_property("attacks", found.tried)
     assert found.tried > 600_000 and not found.broken, found.example

@@ -79,6 +79,7 @@ class IntervalBounds:
         pixels = _pixel_model(model)
         placed = _placements(masks.threat)
         with sums_of_products():
+            finite(pixels.unmasked(features))
             margin = _margins(pixels, features, labels, placed, every=detail != "verdict")
             safe = margin > 0
             certified = safe.all(1)
