@@ -60,5 +60,5 @@ class Certificate:
     strict: Bool[Tensor, " b"]
     margin: Float[Tensor, " b"]
     failed: Int[Tensor, "b 2"]
-    safe: tuple[Bool[Tensor, "b rows cols"], ...]
+    safe: tuple[Bool[Tensor, "b _ _"], ...]
     largest_patch: Int[Tensor, " b"]

@@ -168,7 +168,7 @@ class Coverage:
 
     covers: Bool[Tensor, "g m"]
     location: Int[Tensor, " g"]
-    maps: tuple[Int[Tensor, "rows cols"], ...]
+    maps: tuple[Int[Tensor, "_ _"], ...]
     bare: str | None
 
     @classmethod
@@ -248,7 +248,7 @@ def _merge_alike(
 
 
 def _unique(
-    intervals: Sequence[Interval], runs: Int[np.ndarray, " n"]
+    intervals: Sequence[Interval], runs: Int[np.ndarray, " cells"]
 ) -> tuple[Int[np.ndarray, "u 2"], Int[np.ndarray, " n"]]:
     """The distinct intervals, counted in runs, and which of them each interval is (an empty one stays empty)."""
     start, stop = np.asarray(intervals).T

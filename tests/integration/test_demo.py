@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from patchcure import demo
 from patchcure.cli import main
-
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -40,10 +40,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_demo_as_json(tmp_path: Path) -> None:
-    result = start("demo", "--json", "--limit", "12", "--out", str(tmp_path / "new" / "folder"))
+    result = start("demo", "--json", "--limit", "8", "--out", str(tmp_path / "new" / "folder"))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["images"] == 12
+    assert found["images"] == 8
     assert found["rows"][0]["name"] == "undefended"
     for row in found["rows"]:
         assert 0 <= row["certified"] <= row["attacked"] <= row["clean"] <= 1
@@ -57,7 +57,7 @@ def test_demo_as_json(tmp_path: Path) -> None:
 
 
 def test_demo_as_a_table(run: Run, tmp_path: Path) -> None:
-    code, text, _ = run("demo", "--limit", "2", "--out", str(tmp_path))
+    code, text, _ = run("demo", "--limit", "1", "--out", str(tmp_path))
     assert code == 0
     for word in ("undefended", "PCURE", "PatchCleanser", "certified", str(tmp_path)):
         assert word in text
@@ -83,6 +83,13 @@ def test_a_mistake_is_one_clear_line(run: Run, arguments: list[str], message: st
     assert problem.startswith("patchcure: ")
     assert problem.count("\n") == 1
     assert message in problem.replace("'", "")
+
+
+def test_damaged_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {**demo.card(), "sha256": "0" * 64}
+    monkeypatch.setattr(demo, "card", lambda: other)
+    with pytest.raises(ValueError, match="is damaged: expected sha256 0000"):
+        demo.network()
 
 
 def test_without_scikit_learn_the_demo_names_the_extra(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ THREATS = {
 def digits() -> tuple[dict[str, SplitModel | Defense], Tensor, Tensor]:
     """The demo's trained models, and some test images with labels."""
     images, labels = demo.digits("test")
-    return demo.contestants(demo.network()), images[:40], labels[:40]
+    return demo.contestants(demo.network()), images[:30], labels[:30]
 
 
 def possible(threat: PatchThreat, changed: Tensor) -> bool:
@@ -110,7 +110,7 @@ def test_no_certificate_breaks(digits: tuple[dict[str, SplitModel | Defense], Te
             defense = model
             if operation == "detects":
                 defense = Defense(model.model, model.threat, operation=MinorityReports()).eval()
-            attacked = PatchAttack(steps=10, trials=2).attack(defense, images, labels, demo.THREAT)
+            attacked = PatchAttack(steps=8, trials=2).attack(defense, images, labels, demo.THREAT)
             prediction = defense.predict(attacked)
             wrong = (prediction.labels != labels) & ~prediction.alarm
             assert not (wrong & defense.certify(images, labels).certified).any()

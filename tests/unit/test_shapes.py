@@ -35,7 +35,9 @@ models.append(AnyClassifier(nn.Sequential(nn.Flatten(), nn.Linear(6912, 5)), 48,
 for model in models:
     threat = PatchThreat.rectangles([(3, 1), (1, 2)], 48)
     masks = MaskSet.covering(threat.on_features(model.grid, model.corrupted), per_axis=(3, 5))
-    for operation in OPERATIONS.values():
+    few = ("double-masking", "challenger", "minority-reports", "agreement")
+    rules = [OPERATIONS[name] for name in few] if model.grid.cells > 100 else OPERATIONS.values()
+    for operation in (rule for rule in rules if rule.together):
         defense = Defense(model, threat, masks, operation)
         images = torch.rand(3, 3, 48, 48)
         labels = defense.predict(images).labels.clamp(min=0)
@@ -50,7 +52,6 @@ except TypeCheckError:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="masks._unique, Coverage.maps, safe_maps and lrf have wrong annotations")
 def test_signatures_hold_while_everything_runs() -> None:
     pytest.importorskip("beartype")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

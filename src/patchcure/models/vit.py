@@ -119,7 +119,7 @@ class SplitViT(SplitModel):
             if self.k == self.depth:
                 x = x.mean(1)
         else:
-            x = pooled_blocks(vit.blocks, x)
+            x = pooled_blocks(list(vit.blocks), x)
         return x.view(batch, windows, *x.shape[1:])
 
     @property
@@ -143,8 +143,8 @@ class SplitViT(SplitModel):
                 total if self.flavour == "published" else self._head(total / (~hidden).sum(1, keepdim=True).to(total))
             )
         if self.flavour == "ours":
-            return self._head(drop_hidden(vit.blocks[self.k :], prepared, images, hidden))
-        tokens, counts = zero_hidden(vit.blocks[self.k :], prepared, images, hidden)
+            return self._head(drop_hidden(list(vit.blocks)[self.k :], prepared, images, hidden))
+        tokens, counts = zero_hidden(list(vit.blocks)[self.k :], prepared, images, hidden)
         share = counts / counts.sum()
         if self.norm_order == "after-pool":
             return self._head(share @ tokens)
@@ -169,7 +169,7 @@ class SplitViT(SplitModel):
         cut: Tensor = tokens.unflatten(2, (self.grid.width, width)).unflatten(1, (self.grid.height, height))
         return cut.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
-    def _head(self, pooled: Float[Tensor, "j d"]) -> Float[Tensor, "j classes"]:
+    def _head(self, pooled: Float[Tensor, "*j d"]) -> Float[Tensor, "*j classes"]:
         vit: Any = self.backbone
         logits: Tensor = vit.head(vit.head_drop(vit.fc_norm(vit.norm(pooled))))
         return logits

@@ -79,7 +79,7 @@ def margins(logits: Float[Tensor, "j classes"], labels: Int[Tensor, " j"]) -> Fl
     return (own[:, 0] - logits.scatter(1, labels[:, None], -torch.inf).amax(1)).to(logits.dtype)
 
 
-def confidence(logits: Float[Tensor, "j classes"], shift: Float[Tensor, " j"] | float = 0.0) -> Float[Tensor, " j"]:
+def confidence(logits: Float[Tensor, "j classes"], shift: Float[Tensor, "..."] | float = 0.0) -> Float[Tensor, " j"]:
     """The largest softmax probability, if its logit were higher by `shift` beside all the others."""
     top, best = logits.double().max(1, keepdim=True)
     others = logits.double().scatter(1, best, -torch.inf).logsumexp(1)
@@ -158,12 +158,12 @@ def safe_groups(trusted: Bool[Tensor, "b m"], covers: Bool[Tensor, "g m"]) -> Bo
     return (trusted.double() @ covers.to(trusted.device).double().T) > 0
 
 
-def safe_maps(trusted: Bool[Tensor, "b m"], masks: MaskSet) -> tuple[Bool[Tensor, "b rows cols"], ...]:
+def safe_maps(trusted: Bool[Tensor, "b m"], masks: MaskSet) -> tuple[Bool[Tensor, "b _ _"], ...]:
     """For each shape, the locations that some trusted mask hides (with K patches: wherever the other patches are)."""
     return location_maps(safe_groups(trusted, masks.coverage.covers), masks.coverage)
 
 
-def location_maps(safe: Bool[Tensor, "b g"], coverage: Coverage) -> tuple[Bool[Tensor, "b rows cols"], ...]:
+def location_maps(safe: Bool[Tensor, "b g"], coverage: Coverage) -> tuple[Bool[Tensor, "b _ _"], ...]:
     """For each shape, the locations of which every placement is safe."""
     location = coverage.location.to(safe.device)
     failures = torch.zeros(len(safe), int(location.max()) + 1, dtype=torch.long, device=safe.device)

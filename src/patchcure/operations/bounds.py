@@ -181,7 +181,7 @@ def _largest(
 
 def _maps(
     safe: Bool[Tensor, "b places"], placed: list[Places], threat: FeatureThreat
-) -> tuple[Bool[Tensor, "b rows cols"], ...]:
+) -> tuple[Bool[Tensor, "b _ _"], ...]:
     """For each shape, the locations that are safe (with K patches: wherever the other patches are)."""
     number = {box: index for index, box in enumerate(dict.fromkeys(threat.locations()))}
     single = torch.ones(len(safe), len(number), dtype=torch.bool, device=safe.device)
