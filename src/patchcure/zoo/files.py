@@ -64,7 +64,7 @@ def load(name_or_file: str | Path, *, weights: str | Path | None = None, **optio
 
 def save(defense: Defense, file: str | Path) -> None:
     """Write a defense that `patchcure.build` made, with its weights and everything that `load` needs, to one file."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save as to_bytes
 
     if defense.recipe is None:
         raise ValueError("This defense was not made by patchcure.build, so a file could not say how to make it again.")
@@ -72,7 +72,7 @@ def save(defense: Defense, file: str | Path) -> None:
     state: dict[str, Tensor] = {key: value.contiguous() for key, value in defense.model.backbone.state_dict().items()}
     unfinished = file.with_name(file.name + ".part")
     try:
-        save_file(state, unfinished, metadata={KEY: json.dumps(defense.recipe, default=_encode)})
+        unfinished.write_bytes(to_bytes(state, metadata={KEY: json.dumps(defense.recipe, default=_encode)}))
         unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)
