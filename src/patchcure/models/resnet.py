@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -96,6 +96,10 @@ class SplitResNet(SplitModel):
 
     def receptive(self, cells: Box) -> Box:
         return Box.of(self.rows.read(cells.rows), self.cols.read(cells.cols)).intersect(self.image.box)
+
+    def train(self, mode: bool = True) -> Self:
+        self._folded = None
+        return super().train(mode)
 
     @property
     def network(self) -> BagResNet:
