@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -97,13 +97,11 @@ class SplitResNet(SplitModel):
     def receptive(self, cells: Box) -> Box:
         return Box.of(self.rows.read(cells.rows), self.cols.read(cells.cols)).intersect(self.image.box)
 
-    def train(self, mode: bool = True) -> Self:
-        self._folded = None
-        return super().train(mode)
-
     @property
     def network(self) -> BagResNet:
         """The backbone; in inference its folded copy, made anew when a weight has changed."""
+        if self.training:
+            self._folded = None
         if self.training or torch.is_grad_enabled():
             return self.backbone
         now = Fingerprint(self.backbone)
