@@ -143,6 +143,20 @@ def majority(votes: Int[Tensor, "b m"], num_classes: int) -> Int[Tensor, " b"]:
     return counts.scatter_add(1, votes, torch.ones_like(votes)).argmax(1)
 
 
+def unmasked_prediction(labels: Int[Tensor, " b"], evaluations: int) -> Prediction:
+    """The answer of a rule that uses no masks: no votes and no suspicion."""
+    votes = labels.new_empty(len(labels), 0)
+    return Prediction(
+        labels=labels,
+        unanimous=torch.ones_like(labels, dtype=torch.bool),
+        votes=votes,
+        disagreeing=votes.bool(),
+        suspicion=(None,) * len(labels),
+        evaluations=torch.full_like(labels, evaluations),
+        alarm=torch.zeros_like(labels, dtype=torch.bool),
+    )
+
+
 def suspicion(model: SplitModel, masks: MaskSet, chosen: Bool[Tensor, " m"]) -> Box | None:
     """The pixels under the chosen masks, or None if there are none."""
     boxes = [box for index in chosen.nonzero()[:, 0].tolist() for box in masks.masks[index]]

@@ -16,7 +16,7 @@ from patchcure.geometry import Box
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.models.classifier import AnyClassifier
-from patchcure.operations.base import Detail, finite
+from patchcure.operations.base import Detail, finite, unmasked_prediction
 from patchcure.operations.intervals import margins_below, sums_of_products
 from patchcure.threat import FeatureThreat, PatchThreat
 
@@ -56,15 +56,7 @@ class IntervalBounds:
         """The network's own labels."""
         with sums_of_products():
             labels = finite(model.unmasked(features)).argmax(1)
-        return Prediction(
-            labels=labels,
-            unanimous=torch.ones_like(labels, dtype=torch.bool),
-            votes=labels.new_empty(len(labels), 0),
-            disagreeing=labels.new_empty(len(labels), 0, dtype=torch.bool),
-            suspicion=(None,) * len(labels),
-            evaluations=torch.ones_like(labels),
-            alarm=torch.zeros_like(labels, dtype=torch.bool),
-        )
+        return unmasked_prediction(labels, self.worst_evaluations(model, masks))
 
     def certify(
         self,

@@ -13,8 +13,8 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import Detail
-from patchcure.operations.local import Lead, certify_owned, local_logits, rounding, unmasked_prediction, without_owned
+from patchcure.operations.base import Detail, unmasked_prediction
+from patchcure.operations.local import Lead, certify_owned, local_logits, rounding, without_owned
 from patchcure.threat import PatchThreat
 
 
@@ -57,7 +57,8 @@ class ClippedMean:
 
     def predict(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Prediction:
         """The label of each image."""
-        return unmasked_prediction(self.squash(local_logits(model, features)).mean(1).argmax(1), model)
+        labels = self.squash(local_logits(model, features)).mean(1).argmax(1)
+        return unmasked_prediction(labels, self.worst_evaluations(model, masks))
 
     def certify(
         self,

@@ -172,20 +172,6 @@ def certify_owned(
     )
 
 
-def unmasked_prediction(labels: Int[Tensor, " b"], model: SplitModel) -> Prediction:
-    """The answer of a rule that aggregates all cells at once: no masks, so no votes and no suspicion."""
-    votes = labels.new_empty(len(labels), 0)
-    return Prediction(
-        labels=labels,
-        unanimous=torch.ones_like(labels, dtype=torch.bool),
-        votes=votes,
-        disagreeing=votes.bool(),
-        suspicion=(None,) * len(labels),
-        evaluations=torch.full_like(labels, model.grid.cells),
-        alarm=torch.zeros_like(labels, dtype=torch.bool),
-    )
-
-
 def window_prediction(
     labels: Int[Tensor, " b"],
     votes: Int[Tensor, "b m"],
