@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -53,6 +54,39 @@ class Row:
     of_attainable: float
 
 
+@dataclass(frozen=True)
+class Speed:
+    """How fast a defense is beside its undefended network on the same images, turn by turn.
+
+    Args:
+        throughput, undefended: images per second of the defense and of the network alone (medians over rounds).
+        relative: the median of the rounds' ratios of the two; above 1 the defense is the faster one.
+        relative_low, relative_high: the smallest and the largest of those ratios.
+    """
+
+    throughput: float
+    undefended: float
+    relative: float
+    relative_low: float
+    relative_high: float
+
+
+def speed(defense: Defense, images: Float[Tensor, "b c h w"], rounds: int = 5) -> Speed:
+    """Measure a defense on these images beside its undefended network, after one round to warm up."""
+    return _speed(len(images), *_alternate(rounds, defense, images)[:2])
+
+
+def _speed(batch: int, defended: list[float], undefended: list[float]) -> Speed:
+    ratios = [u / d for u, d in zip(undefended, defended, strict=True)]
+    return Speed(
+        batch / statistics.median(defended),
+        batch / statistics.median(undefended),
+        statistics.median(ratios),
+        min(ratios),
+        max(ratios),
+    )
+
+
 def bench(names: Sequence[str], batches: Sequence[int] = (4,), rounds: int = 7, **options: Any) -> Iterator[Row]:
     """Measure instances by name, with new weights; one row for each batch size as it is ready.
 
@@ -68,26 +102,21 @@ def bench(names: Sequence[str], batches: Sequence[int] = (4,), rounds: int = 7, 
         defense = build(name, **options)
         _agree(defense)
         work, plain_work = gmacs(name, **options)
-        latency = _alternate(rounds, defense, 1)[0]
+        latency = _alternate(rounds, defense, _images(defense, 1))[0]
         for batch in batches:
-            defended, undefended, second = _alternate(rounds, defense, batch)
-            ratios = [u / d for u, d in zip(undefended, defended, strict=True)]
-            relative = statistics.median(ratios)
+            defended, undefended, second = _alternate(rounds, defense, _images(defense, batch))
+            measured = _speed(batch, defended, undefended)
             yield Row(
                 name=name,
                 batch=batch,
-                throughput=batch / statistics.median(defended),
-                undefended=batch / statistics.median(undefended),
-                relative=relative,
-                relative_low=min(ratios),
-                relative_high=max(ratios),
+                **asdict(measured),
                 attacked=batch / statistics.median(second),
                 worst_evaluations=defense.operation.worst_evaluations(defense.model, defense.masks),
                 latency_ms=1000 * statistics.median(latency),
                 gmacs=work,
                 undefended_gmacs=plain_work,
                 peak_mb=_peak_mb(name, batch, options),
-                of_attainable=relative * work / plain_work,
+                of_attainable=measured.relative * work / plain_work,
             )
 
 
@@ -134,9 +163,8 @@ def _images(defense: Defense, batch: int) -> Tensor:
 
 
 @torch.no_grad()
-def _alternate(rounds: int, defense: Defense, batch: int) -> tuple[list[float], list[float], list[float]]:
+def _alternate(rounds: int, defense: Defense, images: Tensor) -> tuple[list[float], list[float], list[float]]:
     """Seconds of the defense, of the undefended network, and of the defense with a second round, turn by turn."""
-    images = _images(defense, batch)
     turns: list[Callable[[], object]] = [
         lambda: defense.predict(images),
         lambda: defense.model.plain(images),
