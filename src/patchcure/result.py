@@ -38,7 +38,7 @@ class Share:
         n, value = len(found), sum(found) / len(found)
         middle = (value + Z * Z / (2 * n)) / (1 + Z * Z / n)
         reach = Z / (1 + Z * Z / n) * math.sqrt(value * (1 - value) / n + Z * Z / (4 * n * n))
-        return cls(value, max(0.0, middle - reach), min(1.0, middle + reach))
+        return cls(value, min(value, middle - reach), max(value, middle + reach))  # rounding must not exclude 0 and 1
 
 
 @dataclass(frozen=True)
