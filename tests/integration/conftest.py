@@ -49,7 +49,7 @@ def digits_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     network = defense.model.backbone
     hidden, pick = defense.masks.hidden, torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(network.parameters(), 3e-3)
-    for _ in range(150):
+    for _ in range(90):
         batch = torch.randint(len(images), (96,), generator=pick)
         masks = hidden[torch.randint(len(hidden), (2, 96), generator=pick)].any(0)[:, None]
         inputs = torch.where(masks, 0, defense.model.normalize(images[batch]))
