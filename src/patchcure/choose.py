@@ -18,6 +18,7 @@ from patchcure.images import Data
 from patchcure.instances import ViTName
 from patchcure.names import build, parse
 from patchcure.result import Result, Share
+from patchcure.zoo.files import save_config
 
 ROUNDS = 3
 """How often the speed of each point is measured."""
@@ -67,6 +68,38 @@ class Choice:
     why: str
 
 
+def choose(
+    defense: Defense,
+    data: Data,
+    weights: str,
+    out: str | Path | None = None,
+    *,
+    min_throughput: float = 0.0,
+    min_clean: float = 0.0,
+    splits: Sequence[int] = (),
+    windows: Sequence[tuple[int, int]] = (),
+    budgets: Sequence[int | None] = (None,),
+    limit: int | None = None,
+    seed: int = 0,
+    batch: int = 16,
+    progress: Callable[[str, Progress], None] = lambda name, state: None,
+) -> Choice:
+    """Measure the `variants` of a defense, `recommend` one, and write it as a config that `patchcure.load` takes.
+
+    Args:
+        weights: where the config says that the weights are: a file, or another argument of `load`.
+        out: the config; nothing is written if no point satisfies the constraints.
+    """
+    if out is not None and Path(out).suffix != ".yaml":
+        raise ValueError(f"out: expected a file with the ending .yaml, got {out}.")
+    made = list(variants(defense, splits, windows, budgets))
+    points = measure(made, data, limit=limit, seed=seed, batch=batch, progress=progress)
+    choice = recommend(points, min_throughput, min_clean)
+    if out is not None and choice.chosen is not None:
+        save_config(made[points.index(choice.chosen)], weights, out, choice.why)
+    return choice
+
+
 def variants(
     defense: Defense,
     splits: Sequence[int] = (),
@@ -112,7 +145,7 @@ def variants(
 
 
 def measure(
-    defenses: Iterator[Defense] | Sequence[Defense],
+    defenses: Sequence[Defense],
     data: Data,
     *,
     limit: int | None = None,

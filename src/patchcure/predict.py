@@ -8,9 +8,8 @@ from pathlib import Path
 
 from PIL import ImageOps
 
-from patchcure._torchvision import ensure_torchvision
 from patchcure.certificate import ALARM
-from patchcure.data import preprocessing
+from patchcure.data import imagenet_classes, preprocessing
 from patchcure.defense import Defense
 from patchcure.images import read_image
 from patchcure.picture import picture
@@ -86,17 +85,9 @@ def predict_files(
         )
 
 
-def class_names(defense: Defense, file: str | Path | None = None) -> list[str] | None:
-    """One name per line of a file; without one ImageNet's for a model of 1000 classes, else None."""
-    if file is not None:
-        return Path(file).read_text("utf-8").splitlines()
-    if defense.model.num_classes != IMAGENET_CLASSES:
-        return None
-    ensure_torchvision()
-    from timm.data.imagenet_info import ImageNetInfo
-
-    info = ImageNetInfo()
-    return [info.index_to_description(number).split(",")[0] for number in range(IMAGENET_CLASSES)]
+def class_names(defense: Defense) -> list[str] | None:
+    """ImageNet's for a model of 1000 classes; of others nothing is known."""
+    return imagenet_classes() if defense.model.num_classes == IMAGENET_CLASSES else None
 
 
 def _free(stem: str, taken: set[str]) -> str:

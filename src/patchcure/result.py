@@ -12,8 +12,9 @@ from typing import ClassVar
 
 import torch
 
+from patchcure._atomic import write_atomically
 from patchcure.benchmark import Speed
-from patchcure.records import Header, Record, Records, write_atomically
+from patchcure.records import Header, Record, Records
 
 Z = 1.959963984540054
 """Half of a 95 % interval in standard deviations."""

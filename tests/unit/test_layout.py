@@ -8,6 +8,7 @@ from pathlib import Path
 import patchcure
 
 ORDER = [
+    "_atomic",
     "_torchvision",
     "geometry",
     "preprocess",
@@ -32,6 +33,7 @@ ORDER = [
     "shards",
     "evaluate",
     "result",
+    "predict",
     "choose",
     "cli",
 ]

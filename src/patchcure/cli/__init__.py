@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 import patchcure
+from patchcure.cli.choose import choose
 from patchcure.cli.evaluate import evaluate
 from patchcure.cli.options import Json, size
+from patchcure.cli.predict import predict
 
 if TYPE_CHECKING:
     from patchcure.demo import Result
@@ -26,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for verb in (evaluate,):
+for verb in (evaluate, predict, choose):
     app.command()(verb)
 
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
