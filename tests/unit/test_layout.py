@@ -8,6 +8,7 @@ from pathlib import Path
 import patchcure
 
 ORDER = [
+    "_atomic",
     "_torchvision",
     "geometry",
     "preprocess",
@@ -26,6 +27,14 @@ ORDER = [
     "benchmark",
     "picture",
     "demo",
+    "images",
+    "data",
+    "records",
+    "shards",
+    "evaluate",
+    "result",
+    "predict",
+    "choose",
     "cli",
 ]
 
