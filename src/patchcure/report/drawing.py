@@ -1,0 +1,119 @@
+"""What all figures share: a canvas, points (the paper's hollow, ours filled), fronts, names, legends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from patchcure.report.labels import place
+from patchcure.report.points import FAMILIES, THE_PAPER, Point, front
+from patchcure.report.sheet import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+GREY = "#555555"
+"""The paper's colour."""
+COLOURS = ("#1565c0", "#c62828", "#1b7f3b", "#ef6c00", "#6a1b9a", "#00838f", "#ad1457", "#4e342e")
+"""One for each group of measured points."""
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "patchcure", "font.size": 9.0, "axes.grid": True, "grid.alpha": 0.25}
+
+
+def canvas(title: str, panels: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with panels side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def colours(groups: Iterable[str]) -> dict[str, str]:
+    """A colour for each group."""
+    ours = [group for group in dict.fromkeys(groups) if group != THE_PAPER]
+    return {THE_PAPER: GREY} | {group: COLOURS[at % len(COLOURS)] for at, group in enumerate(ours)}
+
+
+def dot(axis: Axes, x: Estimate, y: Estimate, marker: str, colour: str, hollow: bool) -> None:
+    """One point, with its intervals if it has any."""
+    spreads = [(e.value - e.low, e.high - e.value) for e in (x, y)]
+    if not hollow:
+        bars = [[[low], [high]] for low, high in spreads]
+        axis.errorbar(x.value, y.value, bars[1], bars[0], fmt="none", ecolor=colour, elinewidth=0.7, alpha=0.6)
+    axis.plot(x.value, y.value, **mark(marker, colour, hollow), zorder=3)
+
+
+def mark(marker: str, colour: str, hollow: bool) -> dict[str, Any]:
+    """How a point looks."""
+    size = {"*": 9.0, "p": 7.0}.get(marker, 5.5)
+    fill = "white" if hollow else colour
+    return {"marker": marker, "markersize": size, "markeredgecolor": colour, "markerfacecolor": fill, "linestyle": "none"}
+
+
+def curve(axis: Axes, along: Sequence[tuple[float, Estimate]], colour: str, hollow: bool) -> None:
+    """Points joined by a line."""
+    ordered = sorted(along, key=lambda point: point[0])
+    axis.plot([x for x, _ in ordered], [y.value for _, y in ordered], color=colour, lw=1, alpha=0.7)
+    for x, y in ordered:
+        dot(axis, Estimate(x, x, x), y, "o", colour, hollow)
+
+
+def trade_off(axis: Axes, shown: Sequence[Point], x: str, y: str, by: dict[str, str], paint: dict[str, str]) -> None:
+    """Points of two qualities by name, with the Pareto front of each group and names beside the points.
+
+    Args:
+        by: each group's colour, for the fronts.
+        paint: each point's colour, by its name and group.
+    """
+    there = [(point, getattr(point, x), getattr(point, y)) for point in shown]
+    drawn = [(point, one, two) for point, one, two in there if one is not None and two is not None]
+    for point, one, two in drawn:
+        dot(axis, one, two, point.marker, paint[key(point)], point.group == THE_PAPER)
+    for group, colour in by.items():
+        line = front([(one.value, two.value) for point, one, two in drawn if point.group == group])
+        axis.plot(*zip(*line, strict=True), color=colour, lw=0.9, alpha=0.6, drawstyle="steps-pre") if line else None
+    place(axis, [(one.value, two.value, point.short, paint[key(point)]) for point, one, two in drawn])
+
+
+def key(point: Point) -> str:
+    """What tells a point from all others in a figure."""
+    return f"{point.name}\n{point.group}"
+
+
+def legend(figure: Figure, handles: Sequence[Line2D]) -> None:
+    """Below the panels."""
+    figure.legend(handles=list(handles), loc="outside lower center", ncols=min(4, len(handles)), fontsize=8, frameon=False)
+
+
+def entry(text: str, colour: str, **look: Any) -> Line2D:
+    """One line of a legend."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=colour, label=text, **look)
+
+
+def sources(by: dict[str, str], shown: Sequence[Point]) -> list[Line2D]:
+    """The legend of who measured, on what."""
+    return [
+        entry(group if group == THE_PAPER else f"measured, {group}", colour, **mark("o", colour, group == THE_PAPER))
+        for group, colour in by.items()
+        if any(point.group == group for point in shown)
+    ]
+
+
+def families(shown: Sequence[Point]) -> list[Line2D]:
+    """The legend of the markers."""
+    found = {point.family for point in shown}
+    return [entry(name, GREY, **mark(marker, GREY, True)) for name, (_, marker) in FAMILIES.items() if name in found]
+
+
+def logarithmic(axis: Axes, ticks: Sequence[float] = (0.003, 0.01, 0.03, 0.1, 0.3, 1)) -> None:
+    """A logarithmic x axis with plain numbers."""
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

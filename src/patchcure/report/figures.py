@@ -1,0 +1,175 @@
+"""The paper's figures: its points hollow, measured ones filled; each as PNG and SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from patchcure.instances import ViTName
+from patchcure.report.drawing import (
+    GREY,
+    STYLE,
+    canvas,
+    colours,
+    curve,
+    entry,
+    families,
+    key,
+    legend,
+    logarithmic,
+    mark,
+    sources,
+    trade_off,
+)
+from patchcure.report.labels import place
+from patchcure.report.measured import Measured
+from patchcure.report.paper import PAPER
+from patchcure.report.points import THE_PAPER, Point, points
+from patchcure.report.sheet import writable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LEVELS = (
+    (0.5, "at least half as fast as undefended", "#c62828"),
+    (0.1, "0.1 to 0.5 of it", "#ef6c00"),
+    (0.0, "slower", "#6a1b9a"),
+)
+"""Efficiency: the relative throughput from which a level begins, what it is called, its colour."""
+RELATIVE = "throughput relative to the undefended network on the same hardware"
+PAPER_SIDE = 100 * 32 / 224
+"""The side of the paper's 2 % patch, in per cent of the image's."""
+CLEAN, CERTIFIED = "clean accuracy (%)", "certified accuracy (%)"
+
+
+def plot(name: str, measured: Measured | None = None, folder: str | Path = ".") -> list[Path]:
+    """Draw one figure of the paper with what was measured; returns the PNG and the SVG file."""
+    import matplotlib
+
+    spec = PAPER.figure(name)
+    shown = points(spec, measured or Measured())
+    path = writable(folder)
+    with matplotlib.rc_context(STYLE):
+        figure = DRAW[name](spec.title, shown)
+        files = [path / f"{name}.png", path / f"{name}.svg"]
+        figure.savefig(files[0], dpi=150)
+        figure.savefig(files[1], metadata={"Date": None})
+    return files
+
+
+def _throughput(title: str, shown: list[Point]) -> Figure:
+    """Certified accuracy against throughput."""
+    figure, (axis,) = canvas(title, 1, 7.5, 5.6)
+    axis.set_ylabel(CERTIFIED)
+    _against_speed(figure, [axis], ["certified"], shown)
+    return figure
+
+
+def _cifar(title: str, shown: list[Point]) -> Figure:
+    """Both accuracies against throughput."""
+    figure, axes = canvas(title, 2, 9.5, 4.6)
+    for axis, text in zip(axes, (CLEAN, CERTIFIED), strict=True):
+        axis.set_ylabel(text)
+    _against_speed(figure, axes, ["clean", "certified"], shown)
+    return figure
+
+
+def _against_speed(figure: Figure, axes: Sequence[Axes], qualities: Sequence[str], shown: list[Point]) -> None:
+    by = colours(point.group for point in shown)
+    legend(figure, [*sources(by, shown), *families(shown), entry("Pareto front", GREY, lw=0.9)])
+    speeds = [point.relative.low for point in shown if point.relative]
+    for axis, quality in zip(axes, qualities, strict=True):
+        axis.set_xlabel(RELATIVE if len(axes) == 1 else RELATIVE.replace(" undefended", "\nundefended"))
+        logarithmic(axis)
+        axis.set_xlim(min(speeds, default=0.01) / 1.6, 2)
+        axis.axvline(1, color=GREY, lw=0.8, ls=":")
+        trade_off(axis, shown, "relative", quality, by, {key(point): by[point.group] for point in shown})
+
+
+def _levels(title: str, shown: list[Point]) -> Figure:
+    """Certified against clean accuracy, coloured by throughput."""
+    figure, (axis,) = canvas(title, 1, 7.5, 5.6)
+    axis.set(xlabel=CLEAN, ylabel=CERTIFIED)
+    paint = {key(point): _level(point) for point in shown}
+    handles = [entry(text, colour, **mark("o", colour, False)) for _, text, colour in LEVELS]
+    handles += [entry("paper: hollow", GREY, **mark("o", GREY, True)), *families(shown)]
+    legend(figure, [*handles, entry("Pareto front", GREY, lw=0.9)])
+    by = dict.fromkeys(colours(point.group for point in shown), GREY)
+    trade_off(axis, shown, "clean", "certified", by, paint)
+    return figure
+
+
+def _level(point: Point) -> str:
+    if point.relative is None:
+        return GREY
+    return next(colour for least, _, colour in LEVELS if point.relative.value >= least)
+
+
+def _split(title: str, shown: list[Point]) -> Figure:
+    """Accuracies and throughput by k, a line for each network and dataset."""
+    figure, axes = canvas(title, 3, 10, 4)
+    blocks = [(point, point.instance) for point in shown if isinstance(point.instance, ViTName)]
+    keys = {key(point): f"{name!s}".rpartition("-k")[0] for point, name in blocks}
+    _curves(figure, axes, "k, the layer of the split", [(keys[key(point)], name.k, point) for point, name in blocks])
+    return figure
+
+
+def _masks(title: str, shown: list[Point]) -> Figure:
+    """Accuracies and throughput by the number of masks, a line for each instance of which several were measured."""
+    counted = [(point.name, masks, point) for point in shown if (masks := point.masks) is not None]
+    several = {name for name, masks, _ in counted if any(n == name and m != masks for n, m, _ in counted)}
+    if not several:
+        raise ValueError(
+            "masks: the paper gives no numbers of this figure, and no instance was measured with several sets of masks."
+        )
+    figure, axes = canvas(title, 3, 10, 4)
+    _curves(figure, axes, "number of masks", [line for line in counted if line[0] in several])
+    return figure
+
+
+def _curves(figure: Figure, axes: Sequence[Axes], across: str, shown: Sequence[tuple[str, int, Point]]) -> None:
+    """Three panels: clean accuracy, certified accuracy, throughput; (name of the line, x, point)."""
+    lines = {f"{name}, {point.group}": point.group == THE_PAPER for name, _, point in shown}
+    by = colours(line for line, paper in lines.items() if not paper)
+    by |= {line: GREY for line, paper in lines.items() if paper}
+    legend(figure, [entry(line, by[line], **mark("o", by[line], paper) | {"linestyle": "-"}) for line, paper in lines.items()])
+    panels = {"clean": CLEAN, "certified": CERTIFIED, "relative": RELATIVE.replace(" undefended", "\nundefended")}
+    for axis, (quality, text) in zip(axes, panels.items(), strict=True):
+        axis.set(xlabel=across, ylabel=text)
+        for line, paper in lines.items():
+            along = [(x, getattr(point, quality)) for name, x, point in shown if f"{name}, {point.group}" == line]
+            curve(axis, [(x, value) for x, value in along if value is not None], by[line], paper)
+        axis.set_ylim(bottom=0 if quality == "relative" else None)
+
+
+def _patch_sizes(title: str, shown: list[Point]) -> Figure:
+    """Certified accuracy by the size of the patch: the paper's at 2 %, and curves of what was measured."""
+    figure, (axis,) = canvas(title, 1, 7.5, 5.4)
+    axis.set(xlabel="side of the square patch (% of the image's side)", ylabel=CERTIFIED)
+    paper = [(PAPER_SIDE, point.certified.value, point.short) for point in shown if not point.result and point.certified]
+    curves = {f"{point.name}, {point.group}": point.sizes for point in shown if point.sizes}
+    by = colours(curves)
+    legend(figure, [
+        *([entry("paper, one 2 % patch", GREY, **mark("o", GREY, True))] if paper else []),
+        *(entry(f"measured, {line}", by[line], **mark("o", by[line], False) | {"linestyle": "-"}) for line in curves),
+    ])
+    for line, sizes in curves.items():
+        axis.plot(*zip(*sizes, strict=True), color=by[line], lw=1.2, marker="o", markersize=3)
+    for x, y, _ in paper:
+        axis.plot(x, y, **mark("o", GREY, True), zorder=3)
+    axis.set_xlim(0, max([2 * PAPER_SIDE, *(x for sizes in curves.values() for x, _ in sizes)]) * 1.05)
+    axis.set_ylim(0, max([*(y for _, y, _ in paper), *(y for sizes in curves.values() for _, y in sizes), 1]) * 1.08)
+    place(axis, [(x, y, name, GREY) for x, y, name in paper], [size for sizes in curves.values() for size in sizes])
+    return figure
+
+
+DRAW: dict[str, Callable[[str, list[Point]], Figure]] = {
+    "throughput": _throughput,
+    "split": _split,
+    "levels": _levels,
+    "patch-sizes": _patch_sizes,
+    "masks": _masks,
+    "cifar": _cifar,
+}

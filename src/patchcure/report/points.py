@@ -1,0 +1,100 @@
+"""What figures show: the paper's points and the measured ones, and which of them no other beats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from patchcure.instances import BagName, BandName, CleanserName, LocalName, Name, ViTName
+from patchcure.names import parse
+from patchcure.report.measured import Case, Measured, percent
+from patchcure.report.paper import PAPER, Entry, PaperFigure
+from patchcure.report.sheet import Estimate
+from patchcure.report.tables import data, label, rows
+from patchcure.result import Result
+
+THE_PAPER = "paper"
+FAMILIES: dict[str, tuple[tuple[type, ...], str]] = {
+    "PatchCURE": ((ViTName, BagName), "*"),
+    "masks on pixels": ((CleanserName,), "p"),
+    "votes of bands": ((BandName,), "s"),
+    "local logits": ((LocalName,), "^"),
+    "others": ((object,), "D"),
+}
+"""Kinds of defenses: the classes of their names, and their marker."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One defense: accuracies in per cent, throughput relative to the undefended network; None if unknown.
+
+    Args:
+        group: `THE_PAPER`, or the data that it was measured on.
+    """
+
+    name: str
+    instance: Name
+    group: str
+    clean: Estimate | None
+    certified: Estimate | None
+    relative: Estimate | None
+    result: Result | None = None
+
+    @property
+    def family(self) -> str:
+        """The kind of defense."""
+        return next(family for family, (kinds, _) in FAMILIES.items() if isinstance(self.instance, kinds))
+
+    @property
+    def marker(self) -> str:
+        return FAMILIES[self.family][1]
+
+    @property
+    def short(self) -> str:
+        """The name without what everybody knows."""
+        return self.name.removeprefix("PCURE-").replace("ViT-Ti-", "Ti-").removesuffix("-k50")
+
+    @property
+    def sizes(self) -> list[tuple[float, float]]:
+        """Certified accuracy by the patch's side in per cent of the image's, as far as it was measured."""
+        if self.result is None:
+            return []
+        image = min(self.result.threat.image)
+        return [(100 * size.side / image, 100 * size.certified) for size in self.result.sizes]
+
+    @property
+    def masks(self) -> int | None:
+        """How many masks."""
+        return None
+
+
+def points(figure: PaperFigure, measured: Measured) -> list[Point]:
+    """The paper's points of a figure, then what was measured for the table that they are from."""
+    table = figure.table or "main"
+    published = [_published(entry) for entry in PAPER.points(figure) if entry.measures == "defense"]
+    cases = [case for _, _, case in rows(PAPER.table(table), measured) if case and case.measures == "defense"]
+    return published + [_measured(case, case.result) for case in cases if case.result]
+
+
+def front(shown: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The Pareto front: the points that no other beats in both, by the first.
+
+    >>> front([(1, 44), (0.3, 46), (0.6, 40), (0.01, 61)])
+    [(0.01, 61), (0.3, 46), (1, 44)]
+    """
+    best: list[tuple[float, float]] = []
+    for x, y in sorted(shown, reverse=True):
+        if not best or y > best[-1][1]:
+            best.append((x, y))
+    return best[::-1]
+
+
+def _published(entry: Entry) -> Point:
+    numbers = entry.number("clean"), entry.number("certified"), PAPER.relative(entry)
+    clean, certified, relative = (None if value is None else Estimate(value, value, value) for value in numbers)
+    return Point(entry.row, parse(entry.instance or entry.row), THE_PAPER, clean, certified, relative)
+
+
+def _measured(case: Case, result: Result) -> Point:
+    accuracies = percent(result.clean), percent(result.certified)
+    return Point(label(result), parse(result.instance), data(result), *accuracies, case.relative(), result)
