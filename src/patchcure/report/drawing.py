@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from patchcure.report.labels import place
@@ -49,7 +50,13 @@ def mark(marker: str, colour: str, hollow: bool) -> dict[str, Any]:
     """How a point looks."""
     size = {"*": 9.0, "p": 7.0}.get(marker, 5.5)
     fill = "white" if hollow else colour
-    return {"marker": marker, "markersize": size, "markeredgecolor": colour, "markerfacecolor": fill, "linestyle": "none"}
+    return {
+        "marker": marker,
+        "markersize": size,
+        "markeredgecolor": colour,
+        "markerfacecolor": fill,
+        "linestyle": "none",
+    }
 
 
 def curve(axis: Axes, along: Sequence[tuple[float, Estimate]], colour: str, hollow: bool) -> None:
@@ -60,31 +67,36 @@ def curve(axis: Axes, along: Sequence[tuple[float, Estimate]], colour: str, holl
         dot(axis, Estimate(x, x, x), y, "o", colour, hollow)
 
 
-def trade_off(axis: Axes, shown: Sequence[Point], x: str, y: str, by: dict[str, str], paint: dict[str, str]) -> None:
-    """Points of two qualities by name, with the Pareto front of each group and names beside the points.
-
-    Args:
-        by: each group's colour, for the fronts.
-        paint: each point's colour, by its name and group.
-    """
+def trade_off(axis: Axes, shown: Sequence[Point], x: str, y: str, paint: Callable[[Point], str]) -> None:
+    """Points of two qualities by name, the Pareto front of those of one group and one colour, and their names."""
     there = [(point, getattr(point, x), getattr(point, y)) for point in shown]
     drawn = [(point, one, two) for point, one, two in there if one is not None and two is not None]
+    fronts: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    lines: list[list[tuple[float, float]]] = []
     for point, one, two in drawn:
-        dot(axis, one, two, point.marker, paint[key(point)], point.group == THE_PAPER)
-    for group, colour in by.items():
-        line = front([(one.value, two.value) for point, one, two in drawn if point.group == group])
-        axis.plot(*zip(*line, strict=True), color=colour, lw=0.9, alpha=0.6, drawstyle="steps-pre") if line else None
-    place(axis, [(one.value, two.value, point.short, paint[key(point)]) for point, one, two in drawn])
-
-
-def key(point: Point) -> str:
-    """What tells a point from all others in a figure."""
-    return f"{point.name}\n{point.group}"
+        colour = paint(point)
+        fronts.setdefault((point.group, colour), []).append((one.value, two.value))
+        dot(axis, one, two, point.marker, colour, point.group == THE_PAPER)
+        lines += [[(one.value, two.low), (one.value, two.high)], [(one.low, two.value), (one.high, two.value)]]
+    for (group, colour), spots in fronts.items():
+        line = front(spots)
+        style = "--" if group == THE_PAPER else "-"
+        axis.plot(*zip(*line, strict=True), color=colour, lw=0.9, ls=style, alpha=0.6, drawstyle="steps-pre")
+        lines += [[(a, b), (a, d), (c, d)] for (a, b), (c, d) in itertools.pairwise(line)]
+    place(axis, [((one.value, two.value), point.short, paint(point)) for point, one, two in drawn], lines)
 
 
 def legend(figure: Figure, handles: Sequence[Line2D]) -> None:
-    """Below the panels."""
-    figure.legend(handles=list(handles), loc="outside lower center", ncols=min(4, len(handles)), fontsize=8, frameon=False)
+    """Below the panels, in as many columns as there is room for."""
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = int(figure.get_figwidth() * 72 / (5 * longest + 45))
+    figure.legend(
+        handles=list(handles),
+        loc="outside lower center",
+        ncols=max(1, min(columns, len(handles), 5)),
+        fontsize=8,
+        frameon=False,
+    )
 
 
 def entry(text: str, colour: str, **look: Any) -> Line2D:
@@ -107,6 +119,11 @@ def families(shown: Sequence[Point]) -> list[Line2D]:
     """The legend of the markers."""
     found = {point.family for point in shown}
     return [entry(name, GREY, **mark(marker, GREY, True)) for name, (_, marker) in FAMILIES.items() if name in found]
+
+
+def fronts() -> list[Line2D]:
+    """The legend of the Pareto fronts."""
+    return [entry("Pareto front, paper", GREY, lw=0.9, ls="--"), entry("Pareto front, measured", GREY, lw=0.9)]
 
 
 def logarithmic(axis: Axes, ticks: Sequence[float] = (0.003, 0.01, 0.03, 0.1, 0.3, 1)) -> None:

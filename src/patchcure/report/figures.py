@@ -15,7 +15,7 @@ from patchcure.report.drawing import (
     curve,
     entry,
     families,
-    key,
+    fronts,
     legend,
     logarithmic,
     mark,
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEVELS = (
-    (0.5, "at least half as fast as undefended", "#c62828"),
-    (0.1, "0.1 to 0.5 of it", "#ef6c00"),
-    (0.0, "slower", "#6a1b9a"),
+    (0.5, "0.5 to 1 x undefended", "#c62828"),
+    (0.1, "0.1 to 0.5 x undefended", "#ef6c00"),
+    (0.0, "below 0.1 x undefended", "#6a1b9a"),
 )
 """Efficiency: the relative throughput from which a level begins, what it is called, its colour."""
 RELATIVE = "throughput relative to the undefended network on the same hardware"
@@ -78,26 +78,25 @@ def _cifar(title: str, shown: list[Point]) -> Figure:
 
 def _against_speed(figure: Figure, axes: Sequence[Axes], qualities: Sequence[str], shown: list[Point]) -> None:
     by = colours(point.group for point in shown)
-    legend(figure, [*sources(by, shown), *families(shown), entry("Pareto front", GREY, lw=0.9)])
+    undefended = entry("undefended network", GREY, lw=0.8, ls=":")
+    legend(figure, [*sources(by, shown), *families(shown), *fronts(), undefended])
     speeds = [point.relative.low for point in shown if point.relative]
     for axis, quality in zip(axes, qualities, strict=True):
         axis.set_xlabel(RELATIVE if len(axes) == 1 else RELATIVE.replace(" undefended", "\nundefended"))
         logarithmic(axis)
-        axis.set_xlim(min(speeds, default=0.01) / 1.6, 2)
+        axis.set_xlim(min(speeds, default=0.01) / 1.6, 2.2)
         axis.axvline(1, color=GREY, lw=0.8, ls=":")
-        trade_off(axis, shown, "relative", quality, by, {key(point): by[point.group] for point in shown})
+        trade_off(axis, shown, "relative", quality, lambda point: by[point.group])
 
 
 def _levels(title: str, shown: list[Point]) -> Figure:
-    """Certified against clean accuracy, coloured by throughput."""
-    figure, (axis,) = canvas(title, 1, 7.5, 5.6)
+    """Certified against clean accuracy, coloured by throughput; a Pareto front for each level of it."""
+    figure, (axis,) = canvas(title, 1, 7.5, 5.8)
     axis.set(xlabel=CLEAN, ylabel=CERTIFIED)
-    paint = {key(point): _level(point) for point in shown}
     handles = [entry(text, colour, **mark("o", colour, False)) for _, text, colour in LEVELS]
-    handles += [entry("paper: hollow", GREY, **mark("o", GREY, True)), *families(shown)]
-    legend(figure, [*handles, entry("Pareto front", GREY, lw=0.9)])
-    by = dict.fromkeys(colours(point.group for point in shown), GREY)
-    trade_off(axis, shown, "clean", "certified", by, paint)
+    handles += [entry("paper: hollow", GREY, **mark("o", GREY, True)), *families(shown), *fronts()]
+    legend(figure, handles)
+    trade_off(axis, shown, "clean", "certified", _level)
     return figure
 
 
@@ -110,9 +109,11 @@ def _level(point: Point) -> str:
 def _split(title: str, shown: list[Point]) -> Figure:
     """Accuracies and throughput by k, a line for each network and dataset."""
     figure, axes = canvas(title, 3, 10, 4)
-    blocks = [(point, point.instance) for point in shown if isinstance(point.instance, ViTName)]
-    keys = {key(point): f"{name!s}".rpartition("-k")[0] for point, name in blocks}
-    _curves(figure, axes, "k, the layer of the split", [(keys[key(point)], name.k, point) for point, name in blocks])
+    blocks = [(point.name.rpartition("-k")[0], point.instance, point) for point in shown]
+    along = [(name, vit.k, point) for name, vit, point in blocks if isinstance(vit, ViTName)]
+    _curves(figure, axes, "k, the layer of the split", along)
+    for axis in axes:
+        axis.set_xticks(range(0, 1 + max([12, *(k for _, k, _ in along)]), 3))
     return figure
 
 
@@ -134,7 +135,10 @@ def _curves(figure: Figure, axes: Sequence[Axes], across: str, shown: Sequence[t
     lines = {f"{name}, {point.group}": point.group == THE_PAPER for name, _, point in shown}
     by = colours(line for line, paper in lines.items() if not paper)
     by |= {line: GREY for line, paper in lines.items() if paper}
-    legend(figure, [entry(line, by[line], **mark("o", by[line], paper) | {"linestyle": "-"}) for line, paper in lines.items()])
+    legend(
+        figure,
+        [entry(line, by[line], **mark("o", by[line], paper) | {"linestyle": "-"}) for line, paper in lines.items()],
+    )
     panels = {"clean": CLEAN, "certified": CERTIFIED, "relative": RELATIVE.replace(" undefended", "\nundefended")}
     for axis, (quality, text) in zip(axes, panels.items(), strict=True):
         axis.set(xlabel=across, ylabel=text)
@@ -148,20 +152,28 @@ def _patch_sizes(title: str, shown: list[Point]) -> Figure:
     """Certified accuracy by the size of the patch: the paper's at 2 %, and curves of what was measured."""
     figure, (axis,) = canvas(title, 1, 7.5, 5.4)
     axis.set(xlabel="side of the square patch (% of the image's side)", ylabel=CERTIFIED)
-    paper = [(PAPER_SIDE, point.certified.value, point.short) for point in shown if not point.result and point.certified]
+    paper = [
+        (PAPER_SIDE, point.certified.value, point.short) for point in shown if not point.result and point.certified
+    ]
     curves = {f"{point.name}, {point.group}": point.sizes for point in shown if point.sizes}
     by = colours(curves)
-    legend(figure, [
-        *([entry("paper, one 2 % patch", GREY, **mark("o", GREY, True))] if paper else []),
-        *(entry(f"measured, {line}", by[line], **mark("o", by[line], False) | {"linestyle": "-"}) for line in curves),
-    ])
+    legend(
+        figure,
+        [
+            *([entry("paper, one 2 % patch", GREY, **mark("o", GREY, True))] if paper else []),
+            *(
+                entry(f"measured, {line}", by[line], **mark("o", by[line], False) | {"linestyle": "-"})
+                for line in curves
+            ),
+        ],
+    )
     for line, sizes in curves.items():
         axis.plot(*zip(*sizes, strict=True), color=by[line], lw=1.2, marker="o", markersize=3)
     for x, y, _ in paper:
         axis.plot(x, y, **mark("o", GREY, True), zorder=3)
     axis.set_xlim(0, max([2 * PAPER_SIDE, *(x for sizes in curves.values() for x, _ in sizes)]) * 1.05)
     axis.set_ylim(0, max([*(y for _, y, _ in paper), *(y for sizes in curves.values() for _, y in sizes), 1]) * 1.08)
-    place(axis, [(x, y, name, GREY) for x, y, name in paper], [size for sizes in curves.values() for size in sizes])
+    place(axis, [((x, y), name, GREY) for x, y, name in paper], list(curves.values()))
     return figure
 
 

@@ -153,5 +153,7 @@ def _named(kind: str, name: str, things: Iterable[Thing]) -> Thing:
     return known[name]
 
 
-PAPER = TypeAdapter(Paper).validate_python(json.loads(resources.files("patchcure.report").joinpath("paper.json").read_text("utf-8")))
+PAPER = TypeAdapter(Paper).validate_python(
+    json.loads(resources.files("patchcure.report").joinpath("paper.json").read_text("utf-8"))
+)
 """What the paper published."""

@@ -52,7 +52,7 @@ class Point:
     @property
     def short(self) -> str:
         """The name without what everybody knows."""
-        return self.name.removeprefix("PCURE-").replace("ViT-Ti-", "Ti-").removesuffix("-k50")
+        return self.name.removeprefix("PCURE-ViT-").removeprefix("PCURE-").removesuffix("-k50")
 
     @property
     def sizes(self) -> list[tuple[float, float]]:

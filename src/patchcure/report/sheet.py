@@ -78,7 +78,12 @@ def markdown(sheet: Sheet) -> str:
 
 def latex(sheet: Sheet) -> str:
     """A table environment (it needs the package booktabs)."""
-    lines = ["\\begin{table}", "  \\centering", f"  \\caption{{{_escape(sheet.title)}}}", f"  \\label{{tab-{sheet.name}}}"]
+    lines = [
+        "\\begin{table}",
+        "  \\centering",
+        f"  \\caption{{{_escape(sheet.title)}}}",
+        f"  \\label{{tab-{sheet.name}}}",
+    ]
     lines += [f"  \\begin{{tabular}}{{l{'r' * (len(sheet.header) - 1)}}}", "    \\toprule"]
     lines += [_ampersands(sheet.header), "    \\midrule", *map(_ampersands, sheet.rows)]
     lines += ["    \\bottomrule", "  \\end{tabular}"]
@@ -92,7 +97,9 @@ def comma_separated(sheet: Sheet) -> str:
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
     header = zip(sheet.header, wide, strict=True)
-    lines.writerow([name for title, three in header for name in ([title, f"{title} low", f"{title} high"] if three else [title])])
+    lines.writerow(
+        [name for title, three in header for name in ([title, f"{title} low", f"{title} high"] if three else [title])]
+    )
     for row in sheet.rows:
         lines.writerow([value for cell, three in zip(row, wide, strict=True) for value in _values(cell, three)])
     return out.getvalue()
@@ -150,5 +157,11 @@ def _ampersands(row: tuple[Cell, ...]) -> str:
 
 def _escape(text: str) -> str:
     """Text for LaTeX: its special signs as themselves."""
-    signs = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "–": "--", "×": "$\\times$"}
+    signs = {
+        "\\": "\\textbackslash{}",
+        "~": "\\textasciitilde{}",
+        "^": "\\textasciicircum{}",
+        "–": "--",
+        "×": "$\\times$",
+    }
     return "".join(signs.get(sign, f"\\{sign}" if sign in "&%$#_{}" else sign) for sign in text)

@@ -127,7 +127,9 @@ def _belongs(result: Result, entry: Entry, spec: PaperTable) -> bool:
         return False
     if entry.measures != "defense":
         return True
-    return result.operation == (entry.operation or own_operation(entry.instance)) and same_threat(result, spec.patch, spec.patches)
+    return result.operation == (entry.operation or own_operation(entry.instance)) and same_threat(
+        result, spec.patch, spec.patches
+    )
 
 
 def _ours(result: Result, spec: PaperTable) -> bool:
