@@ -26,6 +26,13 @@ ORDER = [
     "benchmark",
     "picture",
     "demo",
+    "images",
+    "data",
+    "records",
+    "shards",
+    "evaluate",
+    "result",
+    "choose",
     "cli",
 ]
 
