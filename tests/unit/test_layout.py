@@ -32,6 +32,7 @@ ORDER = [
     "shards",
     "evaluate",
     "result",
+    "report",
     "choose",
     "cli",
 ]

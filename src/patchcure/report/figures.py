@@ -49,10 +49,11 @@ def plot(name: str, measured: Measured | None = None, folder: str | Path = ".") 
     import matplotlib
 
     spec = PAPER.figure(name)
-    shown = points(spec, measured or Measured())
+    draw, everything = DRAW[name]
+    shown = points(spec, measured or Measured(), everything)
     path = writable(folder)
     with matplotlib.rc_context(STYLE):
-        figure = DRAW[name](spec.title, shown)
+        figure = draw(spec.title, shown)
         files = [path / f"{name}.png", path / f"{name}.svg"]
         figure.savefig(files[0], dpi=150)
         figure.savefig(files[1], metadata={"Date": None})
@@ -177,11 +178,12 @@ def _patch_sizes(title: str, shown: list[Point]) -> Figure:
     return figure
 
 
-DRAW: dict[str, Callable[[str, list[Point]], Figure]] = {
-    "throughput": _throughput,
-    "split": _split,
-    "levels": _levels,
-    "patch-sizes": _patch_sizes,
-    "masks": _masks,
-    "cifar": _cifar,
+DRAW: dict[str, tuple[Callable[[str, list[Point]], Figure], bool]] = {
+    "throughput": (_throughput, False),
+    "split": (_split, True),
+    "levels": (_levels, False),
+    "patch-sizes": (_patch_sizes, True),
+    "masks": (_masks, True),
+    "cifar": (_cifar, False),
 }
+"""How each figure is drawn, and whether it shows all datasets (or those of its table)."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,15 +15,24 @@ from patchcure.report.paper import Entry, Quantity
 from patchcure.report.sheet import Cell, Estimate
 from patchcure.result import Result, Share
 
-RESULT, ROWS = TypeAdapter(Result), TypeAdapter(list[Row])
+ROWS = TypeAdapter(list[Row])
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All results of a folder, and all measured speeds."""
+    """All results of a folder, and all measured speeds.
+
+    Args:
+        masks: how many masks there were, by the name of the file of records.
+    """
 
     results: tuple[Result, ...] = ()
     speeds: tuple[Row, ...] = ()
+    masks: Mapping[str, int] = field(default_factory=dict)
+
+    def case(self, result: Result, speeds: dict[int, Row], measures: Quantity) -> Case:
+        """What a row is told of a result."""
+        return Case(result, speeds, measures, self.masks.get(result.records))
 
     def speeds_of(self, entry: Entry) -> dict[int, Row]:
         """The measured speeds of the paper's row by batch size."""
@@ -40,6 +50,7 @@ class Case:
     result: Result | None
     speeds: dict[int, Row]
     measures: Quantity = "defense"
+    masks: int | None = None
 
     def cell(self, column: str) -> Cell:
         """The measured value for one of the paper's columns.
@@ -87,35 +98,57 @@ def percent(share: Share | None) -> Estimate | None:
 
 
 def read(folder: str | Path) -> Measured:
-    """Read all results in a folder: one object a file from `evaluate`, or a list of rows from `bench`."""
+    """Read all results in a folder: one object a file from `evaluate`, or a list of rows from `bench --json`."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"results: expected a folder with JSON files of `patchcure evaluate`, got {path}.")
     results: list[Result] = []
     speeds: list[Row] = []
     for file in sorted(path.glob("*.json")):
-        try:
-            content = json.loads(file.read_text("utf-8"))
-            if isinstance(content, list):
-                speeds += ROWS.validate_python(content)
-            else:
-                results.append(_sound(RESULT.validate_python(content)))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{file} is no result of patchcure: {where}: {first['msg']}.") from None
-        except ValueError as error:
-            raise ValueError(f"{file} is no result of patchcure: {error}") from None
+        if file.read_bytes().lstrip().startswith(b"["):
+            speeds += _speeds(file)
+        else:
+            results.append(_sound(Result.load(file), file))
     if not results and not speeds:
-        raise ValueError(f"{path} has no results: expected JSON files that `patchcure evaluate --results` wrote.")
-    return Measured(tuple(results), tuple(speeds))
+        raise ValueError(f"{path} has no results: expected the JSON files that `patchcure evaluate` writes.")
+    masks = {result.records: _masks(path / result.records) for result in results}
+    return Measured(tuple(results), tuple(speeds), {name: count for name, count in masks.items() if count})
 
 
-def _sound(result: Result) -> Result:
-    """Refuse what cannot be: an unknown instance, shares outside 0 to 1, intervals around something else."""
-    parse(result.instance)
+def canonical(instance: str) -> str:
+    """An instance's name in its usual form, or what a defense without a name is called.
+
+    >>> canonical("PCURE-ViT-B-14x2-k9")
+    'PCURE-ViT14x2-k9'
+    """
+    try:
+        return str(parse(instance))
+    except ValueError:
+        return instance
+
+
+def _speeds(file: Path) -> list[Row]:
+    try:
+        return ROWS.validate_json(file.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{file} is not what `patchcure bench --json` prints: {where}: {first['msg']}.") from None
+
+
+def _sound(result: Result, file: Path) -> Result:
+    """Refuse what cannot be: shares outside 0 to 1, intervals around something else."""
     for key in ("clean", "certified", "undefended", "alarms"):
         share: Share | None = getattr(result, key)
         if share is not None and not 0 <= share.low <= share.value <= share.high <= 1:
-            raise ValueError(f"{key}: expected 0 <= low <= value <= high <= 1, got {share}.")
+            raise ValueError(f"{file}: {key}: expected 0 <= low <= value <= high <= 1, got {share}.")
     return result
+
+
+def _masks(records: Path) -> int | None:
+    """How many masks a file of records was made with, if it is there."""
+    if not records.is_file():
+        return None
+    with records.open("rb") as lines:
+        header = json.loads(lines.readline())
+    return int(header["masks"]["count"])

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from patchcure.instances import BagName, BandName, CleanserName, LocalName, Name, ViTName
 from patchcure.names import parse
+from patchcure.report.matching import data, label, rows
 from patchcure.report.measured import Case, Measured, percent
 from patchcure.report.paper import PAPER, Entry, PaperFigure
 from patchcure.report.sheet import Estimate
-from patchcure.report.tables import data, label, rows
 from patchcure.result import Result
 
 THE_PAPER = "paper"
@@ -30,15 +30,17 @@ class Point:
 
     Args:
         group: `THE_PAPER`, or the data that it was measured on.
+        masks: how many there were, where that was recorded.
     """
 
     name: str
-    instance: Name
+    instance: Name | None
     group: str
     clean: Estimate | None
     certified: Estimate | None
     relative: Estimate | None
     result: Result | None = None
+    masks: int | None = None
 
     @property
     def family(self) -> str:
@@ -62,17 +64,18 @@ class Point:
         image = min(self.result.threat.image)
         return [(100 * size.side / image, 100 * size.certified) for size in self.result.sizes]
 
-    @property
-    def masks(self) -> int | None:
-        """How many masks."""
-        return None
 
+def points(figure: PaperFigure, measured: Measured, everything: bool = False) -> list[Point]:
+    """The paper's points of a figure, then what was measured for the table that they are from.
 
-def points(figure: PaperFigure, measured: Measured) -> list[Point]:
-    """The paper's points of a figure, then what was measured for the table that they are from."""
-    table = figure.table or "main"
+    Args:
+        everything: all that was measured, on any dataset, of defenses that recover the label from one patch.
+    """
     published = [_published(entry) for entry in PAPER.points(figure) if entry.measures == "defense"]
-    cases = [case for _, _, case in rows(PAPER.table(table), measured) if case and case.measures == "defense"]
+    if everything or figure.table is None:
+        recover = [one for one in measured.results if one.alarms is None and one.threat.patches == 1]
+        return published + [_measured(measured.case(result, {}, "defense"), result) for result in recover]
+    cases = [case for _, _, case in rows(PAPER.table(figure.table), measured) if case and case.measures == "defense"]
     return published + [_measured(case, case.result) for case in cases if case.result]
 
 
@@ -92,9 +95,16 @@ def front(shown: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def _published(entry: Entry) -> Point:
     numbers = entry.number("clean"), entry.number("certified"), PAPER.relative(entry)
     clean, certified, relative = (None if value is None else Estimate(value, value, value) for value in numbers)
-    return Point(entry.row, parse(entry.instance or entry.row), THE_PAPER, clean, certified, relative)
+    return Point(entry.row, _name(entry.instance or entry.row), THE_PAPER, clean, certified, relative)
 
 
 def _measured(case: Case, result: Result) -> Point:
     accuracies = percent(result.clean), percent(result.certified)
-    return Point(label(result), parse(result.instance), data(result), *accuracies, case.relative(), result)
+    return Point(label(result), _name(result.instance), data(result), *accuracies, case.relative(), result, case.masks)
+
+
+def _name(instance: str) -> Name | None:
+    try:
+        return parse(instance)
+    except ValueError:  # a defense without a name
+        return None
