@@ -19,7 +19,13 @@ GREY = "#555555"
 """The paper's colour."""
 COLOURS = ("#1565c0", "#c62828", "#1b7f3b", "#ef6c00", "#6a1b9a", "#00838f", "#ad1457", "#4e342e")
 """One for each group of measured points."""
-STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "patchcure", "font.size": 9.0, "axes.grid": True, "grid.alpha": 0.25}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "patchcure",
+    "font.size": 9.0,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+}
 
 
 def canvas(title: str, panels: int, width: float, height: float) -> tuple[Figure, list[Axes]]:

@@ -25,7 +25,7 @@ from patchcure.report.drawing import (
 from patchcure.report.labels import place
 from patchcure.report.measured import Measured
 from patchcure.report.paper import PAPER
-from patchcure.report.points import THE_PAPER, Point, points
+from patchcure.report.points import THE_PAPER, Point, finest, points
 from patchcure.report.sheet import writable
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _against_speed(figure: Figure, axes: Sequence[Axes], qualities: Sequence[str
 
 def _levels(title: str, shown: list[Point]) -> Figure:
     """Certified against clean accuracy, coloured by throughput; a Pareto front for each level of it."""
-    figure, (axis,) = canvas(title, 1, 7.5, 5.8)
+    figure, (axis,) = canvas(title, 1, 8.5, 7)
     axis.set(xlabel=CLEAN, ylabel=CERTIFIED)
     handles = [entry(text, colour, **mark("o", colour, False)) for _, text, colour in LEVELS]
     handles += [entry("paper: hollow", GREY, **mark("o", GREY, True)), *families(shown), *fronts()]
@@ -110,7 +110,7 @@ def _level(point: Point) -> str:
 def _split(title: str, shown: list[Point]) -> Figure:
     """Accuracies and throughput by k, a line for each network and dataset."""
     figure, axes = canvas(title, 3, 10, 4)
-    blocks = [(point.name.rpartition("-k")[0], point.instance, point) for point in shown]
+    blocks = [(point.name.rpartition("-k")[0], point.instance, point) for point in finest(shown)]
     along = [(name, vit.k, point) for name, vit, point in blocks if isinstance(vit, ViTName)]
     _curves(figure, axes, "k, the layer of the split", along)
     for axis in axes:
@@ -150,31 +150,25 @@ def _curves(figure: Figure, axes: Sequence[Axes], across: str, shown: Sequence[t
 
 
 def _patch_sizes(title: str, shown: list[Point]) -> Figure:
-    """Certified accuracy by the size of the patch: the paper's at 2 %, and curves of what was measured."""
-    figure, (axis,) = canvas(title, 1, 7.5, 5.4)
-    axis.set(xlabel="side of the square patch (% of the image's side)", ylabel=CERTIFIED)
-    paper = [
-        (PAPER_SIDE, point.certified.value, point.short) for point in shown if not point.result and point.certified
-    ]
-    curves = {f"{point.name}, {point.group}": point.sizes for point in shown if point.sizes}
-    by = colours(curves)
-    legend(
-        figure,
-        [
-            *([entry("paper, one 2 % patch", GREY, **mark("o", GREY, True))] if paper else []),
-            *(
-                entry(f"measured, {line}", by[line], **mark("o", by[line], False) | {"linestyle": "-"})
-                for line in curves
-            ),
-        ],
-    )
-    for line, sizes in curves.items():
-        axis.plot(*zip(*sizes, strict=True), color=by[line], lw=1.2, marker="o", markersize=3)
-    for x, y, _ in paper:
-        axis.plot(x, y, **mark("o", GREY, True), zorder=3)
-    axis.set_xlim(0, max([2 * PAPER_SIDE, *(x for sizes in curves.values() for x, _ in sizes)]) * 1.05)
-    axis.set_ylim(0, max([*(y for _, y, _ in paper), *(y for sizes in curves.values() for _, y in sizes), 1]) * 1.08)
-    place(axis, [((x, y), name, GREY) for x, y, name in paper], list(curves.values()))
+    """Certified accuracy by the size of the patch, a panel for each dataset; the paper's points are at 2 %."""
+    curves = [point for point in finest(shown) if point.sizes]
+    paper = [(point.certified.value, point.short) for point in shown if point.group == THE_PAPER and point.certified]
+    groups = list(dict.fromkeys(["imagenet", *(point.group for point in curves)]))
+    by = colours(point.name for point in curves)
+    figure, axes = canvas(title, len(groups), max(7.5, 4.2 * len(groups)), 5.2)
+    handles = [entry(f"measured, {name}", by[name], lw=1.4) for name in dict.fromkeys(point.name for point in curves)]
+    legend(figure, [entry("paper, one 2 % patch", GREY, **mark("o", GREY, True)), *handles])
+    widest = max([2 * PAPER_SIDE, *(point.sizes[-1][0] for point in curves)])
+    for axis, group in zip(axes, groups, strict=True):
+        axis.set(xlabel="side of the square patch (% of the image's side)", ylabel=CERTIFIED, title=group)
+        axis.set(xlim=(0, 1.03 * widest), ylim=(0, 102))
+        lines = {point.name: point.sizes for point in curves if point.group == group}
+        for name, sizes in lines.items():
+            axis.plot(*zip(*sizes, strict=True), color=by[name], lw=1.4, drawstyle="steps-pre")
+    for value, _ in paper:
+        axes[0].plot(PAPER_SIDE, value, **mark("o", GREY, True), zorder=3)
+    drawn = [point.sizes for point in curves if point.group == "imagenet"]
+    place(axes[0], [((PAPER_SIDE, value), name, GREY) for value, name in paper], drawn)
     return figure
 
 

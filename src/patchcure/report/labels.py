@@ -35,7 +35,7 @@ def place(axis: Axes, named: Sequence[tuple[Spot, str, str]], lines: Sequence[Se
     unit = figure.dpi / 72
     frame = axis.get_window_extent().extents
     spots = axis.transData.transform([spot for spot, _, _ in named])
-    points = [_box(spot, POINT * unit) for spot in spots]
+    points, names = [_box(spot, POINT * unit) for spot in spots], [_box(spots[0], 0)]
     drawn = [_box(spot, LINE * unit) for line in lines for spot in _along(axis.transData.transform(list(line)), unit)]
     for (spot, name, colour), pixel in sorted(
         zip(named, spots, strict=True), key=lambda pair: (-pair[1][1], pair[1][0])
@@ -43,14 +43,17 @@ def place(axis: Axes, named: Sequence[tuple[Spot, str, str]], lines: Sequence[Se
         text = axis.annotate(name, spot, (0, 0), textcoords="offset points", fontsize=7, color=colour)
         text.set_in_layout(False)
         size = np.array(text.get_window_extent().size) + 2 * unit
-        found = _free(pixel, size, unit, frame, np.array(points + drawn), RADII[:6])
-        found = found or _free(pixel, size, unit, frame, np.array(points), RADII)
+        for kept, radii in ((points + names + drawn, RADII[:7]), (points + names, RADII)):
+            found = _free(pixel, size, unit, frame, np.array(kept), np.array(names), radii)
+            if found is not None:
+                break
         text.remove()
         if found is None:
             continue
         (dx, dy), box = found
-        points.append(box)
+        names.append(box)
         far = math.hypot(dx, dy) > CLOSE + 0.5
+        drawn += [_box(step, LINE * unit) for step in _leader(pixel, (dx, dy), unit)]
         axis.annotate(
             name,
             spot,
@@ -64,18 +67,33 @@ def place(axis: Axes, named: Sequence[tuple[Spot, str, str]], lines: Sequence[Se
         ).set_in_layout(False)
 
 
-def _free(pixel: Any, size: Any, unit: float, frame: Any, taken: Any, radii: Sequence[int]) -> tuple[Spot, Any] | None:
-    """The nearest offset at which a text of this size covers nothing that is taken, and its box."""
+def _free(
+    pixel: Any, size: Any, unit: float, frame: Any, taken: Any, names: Any, radii: Sequence[int]
+) -> tuple[Spot, Any] | None:
+    """The nearest offset at which a text of this size covers nothing taken and its line crosses no name; its box."""
     for radius, angle in itertools.product(radii, map(math.radians, ANGLES)):
         dx, dy = radius * math.cos(angle), radius * math.sin(angle)
         sides = np.array([_side(dx), _side(dy)])
         middle = pixel + unit * np.array([dx, dy]) + sides * size / 2
         box = np.concatenate([middle - size / 2, middle + size / 2])
         inside = (box[:2] >= frame[:2]).all() and (box[2:] <= frame[2:]).all()
-        apart = (box[:2] >= taken[:, 2:]).any(1) | (box[2:] <= taken[:, :2]).any(1)
-        if inside and apart.all():
+        if (
+            inside
+            and _apart(box, taken)
+            and all(_apart(_box(step, 0), names) for step in _leader(pixel, (dx, dy), unit))
+        ):
             return (dx, dy), box
     return None
+
+
+def _apart(box: Any, others: Any) -> bool:
+    return bool(((box[:2] >= others[:, 2:]).any(1) | (box[2:] <= others[:, :2]).any(1)).all())
+
+
+def _leader(pixel: Any, offset: Spot, unit: float) -> list[Any]:
+    """Spots on the line from a point to its name, if that is far away."""
+    far = math.hypot(*offset) > CLOSE + 0.5
+    return list(_along([pixel, pixel + unit * np.array(offset)], unit))[2:] if far else []
 
 
 def _side(offset: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from patchcure.instances import BagName, BandName, CleanserName, LocalName, Name, ViTName
 from patchcure.names import parse
@@ -31,6 +31,7 @@ class Point:
     Args:
         group: `THE_PAPER`, or the data that it was measured on.
         masks: how many there were, where that was recorded.
+        variant: said beside the name where one instance was measured with several sets of masks.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Point:
     relative: Estimate | None
     result: Result | None = None
     masks: int | None = None
+    variant: str = ""
 
     @property
     def family(self) -> str:
@@ -54,15 +56,16 @@ class Point:
     @property
     def short(self) -> str:
         """The name without what everybody knows."""
-        return self.name.removeprefix("PCURE-ViT-").removeprefix("PCURE-").removesuffix("-k50")
+        name = self.name.removeprefix("PCURE-ViT-").removeprefix("PCURE-").removesuffix("-k50")
+        return name + self.variant
 
     @property
     def sizes(self) -> list[tuple[float, float]]:
-        """Certified accuracy by the patch's side in per cent of the image's, as far as it was measured."""
-        if self.result is None:
+        """Steps of certified accuracy by the patch's side in per cent of the image's, as far as it was measured."""
+        if self.result is None or not self.result.sizes:
             return []
-        image = min(self.result.threat.image)
-        return [(100 * size.side / image, 100 * size.certified) for size in self.result.sizes]
+        image, steps = min(self.result.threat.image), self.result.sizes
+        return [(0.0, 100 * steps[0].certified), *((100 * step.side / image, 100 * step.certified) for step in steps)]
 
 
 def points(figure: PaperFigure, measured: Measured, everything: bool = False) -> list[Point]:
@@ -74,9 +77,17 @@ def points(figure: PaperFigure, measured: Measured, everything: bool = False) ->
     published = [_published(entry) for entry in PAPER.points(figure) if entry.measures == "defense"]
     if everything or figure.table is None:
         recover = [one for one in measured.results if one.alarms is None and one.threat.patches == 1]
-        return published + [_measured(measured.case(result, {}, "defense"), result) for result in recover]
+        return published + _varied([_measured(measured.case(result, {}, "defense"), result) for result in recover])
     cases = [case for _, _, case in rows(PAPER.table(figure.table), measured) if case and case.measures == "defense"]
-    return published + [_measured(case, case.result) for case in cases if case.result]
+    return published + _varied([_measured(case, case.result) for case in cases if case.result])
+
+
+def finest(shown: Sequence[Point]) -> list[Point]:
+    """Of each instance on each dataset, the points with the most masks."""
+    most: dict[tuple[str, str], int] = {}
+    for point in shown:
+        most[point.name, point.group] = max(point.masks or 0, most.get((point.name, point.group), 0))
+    return [point for point in shown if (point.masks or 0) == most[point.name, point.group]]
 
 
 def front(shown: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -90,6 +101,17 @@ def front(shown: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         if not best or y > best[-1][1]:
             best.append((x, y))
     return best[::-1]
+
+
+def _varied(shown: list[Point]) -> list[Point]:
+    sets: dict[tuple[str, str], set[int | None]] = {}
+    for point in shown:
+        sets.setdefault((point.name, point.group), set()).add(point.masks)
+    several = {key for key, masks in sets.items() if len(masks) > 1}
+    return [
+        replace(point, variant=f", {point.masks} masks") if (point.name, point.group) in several else point
+        for point in shown
+    ]
 
 
 def _published(entry: Entry) -> Point:
