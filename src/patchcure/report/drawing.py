@@ -19,6 +19,8 @@ GREY = "#555555"
 """The paper's colour."""
 COLOURS = ("#1565c0", "#c62828", "#1b7f3b", "#ef6c00", "#6a1b9a", "#00838f", "#ad1457", "#4e342e")
 """One for each group of measured points."""
+DASHES = ("-", "--", ":")
+"""For lines beyond the colours."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "patchcure",
@@ -105,11 +107,11 @@ def legend(figure: Figure, handles: Sequence[Line2D]) -> None:
     )
 
 
-def entry(text: str, colour: str, **look: Any) -> Line2D:
+def entry(text: str, color: str, **look: Any) -> Line2D:
     """One line of a legend."""
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], color=colour, label=text, **look)
+    return Line2D([], [], color=color, label=text, **look)
 
 
 def sources(by: dict[str, str], shown: Sequence[Point]) -> list[Line2D]:

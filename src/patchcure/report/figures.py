@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchcure.instances import ViTName
 from patchcure.report.drawing import (
+    COLOURS,
+    DASHES,
     GREY,
     STYLE,
     canvas,
@@ -25,7 +27,7 @@ from patchcure.report.drawing import (
 from patchcure.report.labels import place
 from patchcure.report.measured import Measured
 from patchcure.report.paper import PAPER
-from patchcure.report.points import THE_PAPER, Point, finest, points
+from patchcure.report.points import THE_PAPER, Point, finest, points, several_masks
 from patchcure.report.sheet import writable
 
 if TYPE_CHECKING:
@@ -58,6 +60,13 @@ def plot(name: str, measured: Measured | None = None, folder: str | Path = ".") 
         figure.savefig(files[0], dpi=150)
         figure.savefig(files[1], metadata={"Date": None})
     return files
+
+
+def plot_all(measured: Measured | None = None, folder: str | Path = ".") -> list[Path]:
+    """Draw all figures for which there are numbers."""
+    found = measured or Measured()
+    drawable = [spec for spec in PAPER.figures if spec.table or several_masks(points(spec, found))]
+    return [file for spec in drawable for file in plot(spec.id, found, folder)]
 
 
 def _throughput(title: str, shown: list[Point]) -> Figure:
@@ -120,14 +129,14 @@ def _split(title: str, shown: list[Point]) -> Figure:
 
 def _masks(title: str, shown: list[Point]) -> Figure:
     """Accuracies and throughput by the number of masks, a line for each instance of which several were measured."""
-    counted = [(point.name, masks, point) for point in shown if (masks := point.masks) is not None]
-    several = {name for name, masks, _ in counted if any(n == name and m != masks for n, m, _ in counted)}
+    several = several_masks(shown)
     if not several:
         raise ValueError(
-            "masks: the paper gives no numbers of this figure, and no instance was measured with several sets of masks."
+            "masks: the paper gives no numbers of this figure, and no instance was measured with several sets of masks "
+            "(`patchcure evaluate --masks-per-axis`)."
         )
     figure, axes = canvas(title, 3, 10, 4)
-    _curves(figure, axes, "number of masks", [line for line in counted if line[0] in several])
+    _curves(figure, axes, "number of masks", [(point.name, point.masks or 0, point) for point in several])
     return figure
 
 
@@ -154,9 +163,14 @@ def _patch_sizes(title: str, shown: list[Point]) -> Figure:
     curves = [point for point in finest(shown) if point.sizes]
     paper = [(point.certified.value, point.short) for point in shown if point.group == THE_PAPER and point.certified]
     groups = list(dict.fromkeys(["imagenet", *(point.group for point in curves)]))
-    by = colours(point.name for point in curves)
+    names = list(dict.fromkeys(point.name for point in curves))
+    by = colours(names)
+    looks: dict[str, Any] = {
+        name: {"color": by[name], "lw": 1.4, "ls": DASHES[at // len(COLOURS) % len(DASHES)]}
+        for at, name in enumerate(names)
+    }
     figure, axes = canvas(title, len(groups), max(7.5, 4.2 * len(groups)), 5.2)
-    handles = [entry(f"measured, {name}", by[name], lw=1.4) for name in dict.fromkeys(point.name for point in curves)]
+    handles = [entry(f"measured, {name}", **look) for name, look in looks.items()]
     legend(figure, [entry("paper, one 2 % patch", GREY, **mark("o", GREY, True)), *handles])
     widest = max([2 * PAPER_SIDE, *(point.sizes[-1][0] for point in curves)])
     for axis, group in zip(axes, groups, strict=True):
@@ -164,7 +178,7 @@ def _patch_sizes(title: str, shown: list[Point]) -> Figure:
         axis.set(xlim=(0, 1.03 * widest), ylim=(0, 102))
         lines = {point.name: point.sizes for point in curves if point.group == group}
         for name, sizes in lines.items():
-            axis.plot(*zip(*sizes, strict=True), color=by[name], lw=1.4, drawstyle="steps-pre")
+            axis.plot(*zip(*sizes, strict=True), drawstyle="steps-pre", **looks[name])
     for value, _ in paper:
         axes[0].plot(PAPER_SIDE, value, **mark("o", GREY, True), zorder=3)
     drawn = [point.sizes for point in curves if point.group == "imagenet"]

@@ -35,16 +35,17 @@ def place(axis: Axes, named: Sequence[tuple[Spot, str, str]], lines: Sequence[Se
     unit = figure.dpi / 72
     frame = axis.get_window_extent().extents
     spots = axis.transData.transform([spot for spot, _, _ in named])
-    points, names = [_box(spot, POINT * unit) for spot in spots], [_box(spots[0], 0)]
+    points = [_box(spot, POINT * unit) for spot in spots]
+    names: list[Any] = []
     drawn = [_box(spot, LINE * unit) for line in lines for spot in _along(axis.transData.transform(list(line)), unit)]
-    for (spot, name, colour), pixel in sorted(
-        zip(named, spots, strict=True), key=lambda pair: (-pair[1][1], pair[1][0])
-    ):
+    for at in sorted(range(len(named)), key=lambda at: (-spots[at][1], spots[at][0])):
+        (spot, name, colour), pixel = named[at], spots[at]
+        others = np.array([*names, *(box for box in points if not np.allclose(box, points[at]))]).reshape(-1, 4)
         text = axis.annotate(name, spot, (0, 0), textcoords="offset points", fontsize=7, color=colour)
         text.set_in_layout(False)
         size = np.array(text.get_window_extent().size) + 2 * unit
         for kept, radii in ((points + names + drawn, RADII[:7]), (points + names, RADII)):
-            found = _free(pixel, size, unit, frame, np.array(kept), np.array(names), radii)
+            found = _free(pixel, size, unit, frame, np.array(kept), others, radii)
             if found is not None:
                 break
         text.remove()
@@ -68,20 +69,17 @@ def place(axis: Axes, named: Sequence[tuple[Spot, str, str]], lines: Sequence[Se
 
 
 def _free(
-    pixel: Any, size: Any, unit: float, frame: Any, taken: Any, names: Any, radii: Sequence[int]
+    pixel: Any, size: Any, unit: float, frame: Any, taken: Any, others: Any, radii: Sequence[int]
 ) -> tuple[Spot, Any] | None:
-    """The nearest offset at which a text of this size covers nothing taken and its line crosses no name; its box."""
+    """The nearest offset at which a text of this size covers nothing that is taken and its line none of the others."""
     for radius, angle in itertools.product(radii, map(math.radians, ANGLES)):
         dx, dy = radius * math.cos(angle), radius * math.sin(angle)
         sides = np.array([_side(dx), _side(dy)])
         middle = pixel + unit * np.array([dx, dy]) + sides * size / 2
         box = np.concatenate([middle - size / 2, middle + size / 2])
         inside = (box[:2] >= frame[:2]).all() and (box[2:] <= frame[2:]).all()
-        if (
-            inside
-            and _apart(box, taken)
-            and all(_apart(_box(step, 0), names) for step in _leader(pixel, (dx, dy), unit))
-        ):
+        line = (_box(step, 0) for step in _leader(pixel, (dx, dy), unit))
+        if inside and _apart(box, taken) and all(_apart(step, others) for step in line):
             return (dx, dy), box
     return None
 

@@ -103,15 +103,17 @@ def front(shown: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return best[::-1]
 
 
-def _varied(shown: list[Point]) -> list[Point]:
+def several_masks(shown: Sequence[Point]) -> list[Point]:
+    """The points of instances that were measured with several sets of masks on one dataset."""
     sets: dict[tuple[str, str], set[int | None]] = {}
     for point in shown:
         sets.setdefault((point.name, point.group), set()).add(point.masks)
-    several = {key for key, masks in sets.items() if len(masks) > 1}
-    return [
-        replace(point, variant=f", {point.masks} masks") if (point.name, point.group) in several else point
-        for point in shown
-    ]
+    return [point for point in shown if len(sets[point.name, point.group] - {None}) > 1]
+
+
+def _varied(shown: list[Point]) -> list[Point]:
+    several = several_masks(shown)
+    return [replace(point, variant=f", {point.masks} masks") if point in several else point for point in shown]
 
 
 def _published(entry: Entry) -> Point:
