@@ -8,12 +8,15 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from patchcure._torchvision import ensure_torchvision
 from patchcure.defense import Defense
 from patchcure.images import Data, Item, decode, from_arrays, from_files
 from patchcure.preprocess import Preprocess
+
+if TYPE_CHECKING:
+    from timm.data.imagenet_info import ImageNetInfo
 
 Split = Literal["train", "val", "test"]
 FOLDERS: dict[str, tuple[str, ...]] = {
@@ -124,22 +127,30 @@ def _folder(kind: str, root: Path, split: str) -> Data:
 
 def _imagenet(root: Path, split: str) -> Data:
     """Class folders that are named by WordNet ids or by numbers, all 1000 or some."""
-    ensure_torchvision()
-    from timm.data.imagenet_info import ImageNetInfo
-
-    info = ImageNetInfo()
     place = _below(root, split)
     folders, items = _listing(place)
-    numbers = {wordnet: number for number, wordnet in enumerate(info.label_names())}
+    numbers = {wordnet: number for number, wordnet in enumerate(_imagenet_info().label_names())}
     numbers |= {name: int(name) for name in folders if name.isdecimal() and int(name) < len(numbers)}
     if unknown := [name for name in folders if name not in numbers]:
         raise ValueError(
             f"{place / unknown[0]} is no class of ImageNet: expected folders named by WordNet ids (n01440764) or by "
             "numbers (0000 to 0999); for other classes use folder:DIR."
         )
-    classes = [info.index_to_description(number).split(",")[0] for number in range(info.num_classes())]
     found = [(file, numbers[folders[label]]) for file, label in items]
-    return from_files("imagenet", split, place, classes, found)
+    return from_files("imagenet", split, place, imagenet_classes(), found)
+
+
+def imagenet_classes() -> list[str]:
+    """The names of ImageNet's 1000 classes."""
+    info = _imagenet_info()
+    return [info.index_to_description(number).split(",")[0] for number in range(info.num_classes())]
+
+
+def _imagenet_info() -> ImageNetInfo:
+    ensure_torchvision()
+    from timm.data.imagenet_info import ImageNetInfo
+
+    return ImageNetInfo()
 
 
 TORCHVISION = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "svhn": "SVHN"}

@@ -12,8 +12,9 @@ from typing import ClassVar
 
 import torch
 
+from patchcure._atomic import write_atomically
 from patchcure.benchmark import Speed
-from patchcure.records import Header, Record, Records, write_atomically
+from patchcure.records import Header, Record, Records
 
 Z = 1.959963984540054
 """Half of a 95 % interval in standard deviations."""
@@ -38,7 +39,7 @@ class Share:
         n, value = len(found), sum(found) / len(found)
         middle = (value + Z * Z / (2 * n)) / (1 + Z * Z / n)
         reach = Z / (1 + Z * Z / n) * math.sqrt(value * (1 - value) / n + Z * Z / (4 * n * n))
-        return cls(value, max(0.0, middle - reach), min(1.0, middle + reach))
+        return cls(value, min(value, middle - reach), max(value, middle + reach))  # rounding must not exclude 0 and 1
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from patchcure.records import Block, Header, Record, as_line, begun, write_atomically
+from patchcure._atomic import write_atomically
+from patchcure.records import Block, Header, Record, as_line, begun
 
 POLL = 0.5
 """Seconds between two looks at the records of other processes."""

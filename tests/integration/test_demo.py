@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from patchcure import demo
-from patchcure.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -24,19 +23,6 @@ def start(*arguments: str, path: Path | None = None) -> subprocess.CompletedProc
     return subprocess.run(
         command, env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True, timeout=300
     )
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process: exit code, stdout, stderr."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["patchcure", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return int(stopped.value.code or 0), *capsys.readouterr()
-
-    return call
 
 
 def test_demo_as_json(tmp_path: Path) -> None:

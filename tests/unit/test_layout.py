@@ -8,6 +8,7 @@ from pathlib import Path
 import patchcure
 
 ORDER = [
+    "_atomic",
     "_torchvision",
     "geometry",
     "preprocess",
@@ -33,6 +34,7 @@ ORDER = [
     "evaluate",
     "result",
     "report",
+    "predict",
     "choose",
     "cli",
 ]

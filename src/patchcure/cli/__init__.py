@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 import patchcure
+from patchcure.cli.choose import choose
 from patchcure.cli.evaluate import evaluate
 from patchcure.cli.options import Json, size
+from patchcure.cli.predict import predict
 from patchcure.cli.report import plot, reproduce, table
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for verb in (evaluate, table, plot, reproduce):
+for verb in (evaluate, predict, choose, table, plot, reproduce):
     app.command()(verb)
 
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patchcure._atomic import write_atomically
 from patchcure.ablations import Ablation
 from patchcure.defense import Defense
 from patchcure.geometry import Grid
@@ -18,7 +19,7 @@ from patchcure.names import build
 from patchcure.operations import OPERATIONS
 from patchcure.preprocess import Resize
 from patchcure.threat import PatchThreat
-from patchcure.zoo import released
+from patchcure.zoo import config, released
 from patchcure.zoo.checkpoint import Tensors, fit, read
 
 KEY = "patchcure"
@@ -36,6 +37,7 @@ def load(name_or_file: str | Path, *, weights: str | Path | None = None, **optio
         name_or_file: one of
             a file written by `save`;
             a released checkpoint, whose name tells what it is (``vitsrf14x2_split9_masked.pth.tar``);
+            a config with the ending ``.yaml``, as `patchcure choose` writes it;
             the name of an instance (``PCURE-ViT14x2-k9``) together with `weights`.
         weights: the file with an instance's weights: released, timm's, or MAE's. A file without a classifier (MAE
             pretraining) leaves the head new, with a warning.
@@ -55,6 +57,8 @@ def load(name_or_file: str | Path, *, weights: str | Path | None = None, **optio
         fit(defense.model, released.timm_layout(read(Path(weights))), str(weights), need_head=False)
         return defense
     file = find(name_or_file)
+    if file.suffix == ".yaml":
+        return _configured(file, options)
     if file.suffix == ".safetensors" and (recipe := _recipe(file)) is not None:
         return _filled({**recipe, **options}, read(file), file.name)
     tensors = read(file)
@@ -62,20 +66,24 @@ def load(name_or_file: str | Path, *, weights: str | Path | None = None, **optio
     return _filled({"name": name, **known, **options}, released.timm_layout(tensors), file.name)
 
 
+def save_config(defense: Defense, weights: str | Path, file: str | Path, comment: str = "") -> None:
+    """Write how to build a defense, and where its weights are, to a small YAML file that `load` takes.
+
+    Args:
+        weights: the file that holds them, or another argument of `load`.
+    """
+    options = dict(_recipe_of(defense))
+    plain = json.loads(json.dumps(options, default=_encode))
+    config.write(Path(file), plain.pop("name"), str(weights), plain, comment)
+
+
 def save(defense: Defense, file: str | Path) -> None:
     """Write a defense that `patchcure.build` made, with its weights and everything that `load` needs, to one file."""
     from safetensors.torch import save as to_bytes
 
-    if defense.recipe is None:
-        raise ValueError("This defense was not made by patchcure.build, so a file could not say how to make it again.")
-    file = Path(file)
+    recipe = _recipe_of(defense)
     state: dict[str, Tensor] = {key: value.contiguous() for key, value in defense.model.backbone.state_dict().items()}
-    unfinished = file.with_name(file.name + ".part")
-    try:
-        unfinished.write_bytes(to_bytes(state, metadata={KEY: json.dumps(defense.recipe, default=_encode)}))
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_atomically(Path(file), to_bytes(state, metadata={KEY: json.dumps(recipe, default=_encode)}))
 
 
 def holds(file: str | Path) -> str | None:
@@ -107,6 +115,21 @@ def find(name: str | Path) -> Path:
         "checkpoint (or put it in the folder $PATCHCURE_HOME); for an instance such as PCURE-ViT14x2-k9 give its "
         "weights= too, or use patchcure.build for new weights."
     )
+
+
+def _recipe_of(defense: Defense) -> dict[str, Any]:
+    if defense.recipe is None:
+        raise ValueError("This defense was not made by patchcure.build, so a file could not say how to make it again.")
+    return defense.recipe
+
+
+def _configured(file: Path, options: dict[str, Any]) -> Defense:
+    """A defense from a config: built by its own recipe, with the weights of that file or of that other defense."""
+    model, weights, noted = config.read(file)
+    chosen = {**json.loads(noted, object_hook=_decode), **options}
+    if Path(weights).is_file():
+        return load(model, weights=weights, **chosen)
+    return load(weights, name=model, **chosen)
 
 
 def _filled(recipe: dict[str, Any], tensors: Tensors, source: str) -> Defense:
