@@ -33,6 +33,7 @@ ORDER = [
     "shards",
     "evaluate",
     "result",
+    "report",
     "predict",
     "choose",
     "cli",

@@ -17,6 +17,7 @@ from patchcure.cli.choose import choose
 from patchcure.cli.evaluate import evaluate
 from patchcure.cli.options import Json, size
 from patchcure.cli.predict import predict
+from patchcure.cli.report import plot, reproduce, table
 
 if TYPE_CHECKING:
     from patchcure.demo import Result
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for verb in (evaluate, predict, choose):
+for verb in (evaluate, predict, choose, table, plot, reproduce):
     app.command()(verb)
 
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)

@@ -86,6 +86,21 @@ def save(defense: Defense, file: str | Path) -> None:
     write_atomically(Path(file), to_bytes(state, metadata={KEY: json.dumps(recipe, default=_encode)}))
 
 
+def holds(file: str | Path) -> str | None:
+    """The instance whose weights a file holds, as what `save` noted or a released file's name tells; else None.
+
+    >>> holds("vitsrf14x2_split9_masked.pth.tar")
+    'PCURE-ViT14x2-k9'
+    """
+    file = Path(file)
+    if file.suffix == ".safetensors" and (recipe := _recipe(file)) is not None:
+        return str(recipe["name"])
+    try:
+        return released.instance(file.name, {})[0]
+    except ValueError:
+        return None
+
+
 def find(name: str | Path) -> Path:
     """The file itself, or the file of that name in the folder $PATCHCURE_HOME."""
     places = [Path(name)]
