@@ -93,8 +93,7 @@ def falsify(game: Game, clean: Tensor | None = None, seed: int = 0) -> Falsified
     attack = _exhaust(game, states, holds) if clean is None else _attack(game, states, holds, seed)
     total = Falsified()
     for at, (lost, attacked, tried) in enumerate(attack):
-        first = int(lost.long().argmax())
-        example = (states[holds[:, at]][first], attacked[first], at) if bool(lost.any()) else None
+        example = (states[holds[:, at]][lost][0], attacked[lost][0], at) if bool(lost.any()) else None
         total += Falsified(tried, int(lost.sum()), example)
     return total
 
