@@ -61,6 +61,10 @@ class Game:
 
         return replace(self, safe=everywhere)
 
+    def unclaimed(self) -> Game:
+        """The same rule with the opposite claims: an attacker who cannot break some of these is weak."""
+        return replace(self, safe=lambda states: ~self.safe(states))
+
 
 @dataclass(frozen=True)
 class Falsified:

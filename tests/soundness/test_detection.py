@@ -24,6 +24,7 @@ class GlobalScaleCert:
 
     share: float = 0.4
     together: ClassVar[int] = 1
+    ablation: ClassVar[None] = None
 
     def _logits(self, model: SplitModel, features: Tensor, masks: MaskSet) -> Tensor:
         importance = model.by_cell(features).abs().sum(2)

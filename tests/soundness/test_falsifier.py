@@ -162,7 +162,8 @@ def test_rules_on_local_logits(
 
 def test_every_operation_is_attacked_here() -> None:
     """A new operation needs its place in a table above; an old one must not lose its own."""
-    attacked = {**MASKED, **LOCAL, "voting": {name: vote for name, (_, vote) in VOTES.items()}}
+    attacked: dict[str, dict[str, SecureOperation]] = {**MASKED, **LOCAL}
+    attacked["voting"] = {name: vote for name, (_, vote) in VOTES.items()}
     attacked["interval-bounds"] = {"bounds": IntervalBounds()}
     assert set(attacked) == set(OPERATIONS)
     for name, rules in attacked.items():
@@ -183,8 +184,9 @@ def test_interval_bounds(case: Case, attackers: Attackers) -> None:
     for seed in range(8):
         torch.manual_seed(seed)
         cells = case.image[0] * case.image[1]
-        network = nn.Sequential(nn.Flatten(), nn.Linear(cells, 6), nn.ReLU(), nn.Linear(6, 3)).requires_grad_(False)
-        network[3].bias[0] += 0.3
+        last = nn.Linear(6, 3)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(cells, 6), nn.ReLU(), last).requires_grad_(False)
+        last.bias[0] += 0.3
         defense = case.defense(IntervalBounds(), AnyClassifier(network, case.image, 3, (0.0,), (1.0,)))
         clean = torch.randint(3, (5, cells), generator=torch.Generator().manual_seed(seed))
         found, proved = attack(attackers, defense, clean, 3)

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from patchcure.ablations import Ablation
 from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
 from patchcure.masks import Coverage, MaskSet
@@ -33,6 +34,11 @@ class SecureOperation(Protocol):
     together: ClassVar[int]
     """How many masks are applied at once: 2 for two rounds, 1 for one round, 0 for a rule that uses no masks."""
 
+    @property
+    def ablation(self) -> Ablation | None:
+        """What each mask keeps, for a rule that votes over ablations; None for masks that cover the threat."""
+        ...
+
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """How often an attacker can make the LRF part run for one image."""
         ...
@@ -56,11 +62,9 @@ class SecureOperation(Protocol):
 
 def masks_for(operation: SecureOperation, threat: FeatureThreat) -> MaskSet:
     """The masks that an operation uses unless told otherwise: its own ablations, or masks that cover the threat."""
-    ablation = getattr(operation, "ablation", None)
-    if ablation is None:
+    if operation.ablation is None:
         return MaskSet.covering(threat, together=operation.together)
-    masks: MaskSet = ablation.masks(threat)
-    return masks
+    return operation.ablation.masks(threat)
 
 
 def tolerance(logits: Float[Tensor, "j classes"]) -> Float[Tensor, " j"]:

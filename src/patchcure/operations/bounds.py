@@ -47,6 +47,7 @@ class IntervalBounds:
     """
 
     together: ClassVar[int] = 0
+    ablation: ClassVar[None] = None
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """The network, once."""

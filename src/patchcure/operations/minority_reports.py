@@ -44,6 +44,7 @@ class MinorityReports:
 
     tau: float = 0.0
     together: ClassVar[int] = 1
+    ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.tau < 1:
