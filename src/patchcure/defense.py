@@ -103,7 +103,7 @@ class Defense(nn.Module):
                 f"{tuple(labels.shape)}."
             )
         classes = self.model.num_classes
-        if not labels.is_meta and bool(((labels < 0) | (labels >= classes)).any()):
+        if bool(((labels < 0) | (labels >= classes)).any()):
             raise ValueError(f"Labels go from 0 to {classes - 1}, got {labels.min()} to {labels.max()}.")
         if detail not in get_args(Detail):
             raise ValueError(f"detail: expected one of {', '.join(get_args(Detail))}, got {detail!r}.")
@@ -124,7 +124,10 @@ class Defense(nn.Module):
                 "batch: call .eval() first."
             )
         if images.is_meta:
-            return
+            raise ValueError(
+                "Images on the meta device have no values, so there is nothing to predict or to certify: use real "
+                "images, or patchcure.benchmark.gmacs to count the work."
+            )
         low, high = images.aminmax()
         if not (bool(low >= 0) and bool(high <= 1)):
             raise ValueError(

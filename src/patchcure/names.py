@@ -156,7 +156,7 @@ def _masks(
     """The operation's own masks, or the ones that are asked for."""
     if stride is None and per_axis is None:
         return masks_for(rule, reach)
-    if getattr(rule, "ablation", None) is not None:
+    if rule.ablation is not None:
         raise ValueError(
             "mask_stride, masks_per_axis: a vote keeps bands or blocks, which have their own stride: give it in the "
             "name (S-ViT-b19-s10) or in the operation, Voting(Ablation(width=19, stride=10))."

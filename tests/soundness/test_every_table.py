@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchcure.operations import Challenger, DoubleMasking, MinorityReports, SecureOperation
+from patchcure.operations import (
+    Agreement,
+    Challenger,
+    CrossCert,
+    DoubleMasking,
+    HiCert,
+    MinorityReports,
+    SecureOperation,
+)
 
 if TYPE_CHECKING:
     from tests.soundness.conftest import Attackers
@@ -19,7 +26,14 @@ PAIRS: dict[str, SecureOperation] = {
     "majority": DoubleMasking(),
     "unmasked": DoubleMasking("unmasked"),
     "challenger": Challenger(),
+    "crosscert": CrossCert(),
+    "crosscert, challenger": CrossCert(Challenger()),
 }
+ROUND_RULES: list[SecureOperation] = [
+    *(MinorityReports(tau) for tau in (0.0, 0.5, 0.8)),
+    *(HiCert(tau) for tau in (0.0, 0.5, 0.9)),
+    Agreement(),
+]
 
 COVERS = {
     "one mask each, 3": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
@@ -33,6 +47,9 @@ COVERS = {
 }
 MINIMAL = ["one mask each, 3", "one mask each, 4", "each mask needed", "one mask", "two masks"]
 
+ALPHABET = torch.tensor([[9.0, 0.0, 0.0], [0.6, 0.0, 0.0], [0.0, 9.0, 0.0], [-99.0, 5.0, 5.0]])
+"""Label 0, label 0 with a confidence of 0.48, label 1, and label 1 with a confidence of exactly one half."""
+
 
 def covers_of(name: str) -> Tensor:
     return torch.tensor(COVERS[name], dtype=torch.bool)
@@ -45,47 +62,70 @@ def test_no_table_breaks_a_pair_certificate(
 ) -> None:
     covers = covers_of(name)
     labels = 3 if covers.shape[1] < 4 else 2
-    model = attackers.table(covers, 5 * torch.eye(labels))
-    found = attackers.falsify(model.rule(PAIRS[operation]), model.claim(PAIRS[operation]), covers, labels)
+    model = attackers.table(covers, 5 * torch.eye(3)[:labels])
+    found = attackers.falsify(model.game(PAIRS[operation]))
     record_property("attacks", found.tried)
-    assert not found.broken, found.example
-    assert found.tried > 0
+    assert found.tried and not found.broken, found.example
+
+
+@pytest.mark.parametrize("recovery", [DoubleMasking(), Challenger()], ids=["double masking", "challenger"])
+@pytest.mark.parametrize("name", ["one mask each, 3", "two masks each", "one mask too many"])
+def test_the_two_levels_of_crosscert(name: str, recovery: DoubleMasking | Challenger, attackers: Attackers) -> None:
+    """Certified: right or alarmed. Strict: right. And without its alarm the weaker level promises no label."""
+    covers, rule = covers_of(name), CrossCert(recovery)
+    model = attackers.table(covers, 5 * torch.eye(3)[: 3 if covers.shape[1] < 4 else 2])
+    alarmed, label = model.game(rule, unmasked=False), model.game(recovery, unmasked=False)
+
+    def level(which: str) -> Callable[[Tensor], Tensor]:
+        def claim(states: Tensor) -> Tensor:
+            labels, tables = torch.zeros(len(states), dtype=torch.long), model.tables(states, unmasked=False)
+            proved: Tensor = getattr(rule.certify(model, tables, model.masks, model.threat, labels), which)
+            return proved
+
+        return claim
+
+    for game in (alarmed, alarmed.claims(level("certified")), label.claims(level("strict"))):
+        found = attackers.falsify(game)
+        assert found.tried and not found.broken, found.example
+    assert attackers.falsify(label.claims(level("certified"))).broken
 
 
 @pytest.mark.parametrize("labels", [(0, 1), (0, 2), (1, 2)])
 def test_every_label_is_alike(labels: tuple[int, int], attackers: Attackers) -> None:
-    """Ties are broken by the label's number, so label 0 may not stand for the others: give symbol 0 the other ones."""
-    covers = covers_of("two masks each")
-    model = attackers.table(covers, 5 * torch.eye(3)[[labels[1], labels[0]]])
+    """Ties are broken by the label's number, so label 0 may not stand for the others."""
+    model = attackers.table(covers_of("two masks each"), 5 * torch.eye(3)[[labels[1], labels[0]]])
     for operation in PAIRS.values():
-
-        def rule(tables: Tensor, operation: SecureOperation = operation) -> Tensor:
-            return (operation.predict(model, tables, model.masks).labels != labels[1]).long()
-
-        def claim(tables: Tensor, operation: SecureOperation = operation) -> Tensor:
-            wanted = torch.full((len(tables),), labels[1])
-            return operation.certify(model, tables, model.masks, model.threat, wanted).safe[0][:, 0]
-
-        found = attackers.falsify(rule, claim, covers, 2)
+        found = attackers.falsify(model.game(operation, label=labels[1]))
         assert found.tried and not found.broken, found.example
 
 
+@pytest.mark.parametrize("rule", ROUND_RULES, ids=str)
 @pytest.mark.parametrize("name", COVERS)
-@pytest.mark.parametrize("tau", [0.0, 0.5, 0.8])
-def test_no_table_breaks_minority_reports(name: str, tau: float, attackers: Attackers) -> None:
-    """Symbols: sure of 0, unsure of 0 (a tie with label 1), sure of 1, rather sure of 1."""
+def test_no_table_breaks_a_round(name: str, rule: SecureOperation, attackers: Attackers) -> None:
+    """With the unmasked prediction, which the attacker writes at will; and the claims are what the rule's page says."""
     covers = covers_of(name)
-    alphabet = torch.tensor([[5.0, 0.0], [0.0, 0.0], [0.0, 5.0], [0.0, 1.0]])
-    model = attackers.table(covers, alphabet, together=1)
-    operation = MinorityReports(tau)
-    rule, claim = model.rule(operation), model.claim(operation)
-    found = attackers.falsify(rule, claim, covers, 4, pairs=False)
+    model = attackers.table(covers, ALPHABET, together=1)
+    game = model.game(rule)
+    found = attackers.falsify(game)
     assert found.tried and not found.broken, found.example
-    tables, _, _ = attackers.every_table(covers.shape[1], 4, pairs=False)
-    labels = torch.zeros(len(tables), dtype=torch.long)
-    certified = operation.certify(model, tables, model.masks, model.threat, labels).certified
-    assert bool((rule(tables)[certified] == 0).all()), "certified, yet there is an alarm without any patch"
-    assert not bool((certified & ~claim(tables).all(1)).any())
+    states = game.states()
+    votes = states[:, :-1]
+    proof = rule.certify(
+        model, model.tables(states), model.masks, model.threat, torch.zeros(len(states), dtype=torch.long)
+    )
+    if not isinstance(rule, HiCert):
+        assert not bool(game.answer(states)[proof.certified].any()), "certified, yet an alarm without any patch"
+    trusted = {
+        MinorityReports(0.5): votes == 0,
+        MinorityReports(0.8): votes == 0,
+        HiCert(0.9): votes != 2,
+    }.get(rule, votes <= 1)
+    by_hand = torch.stack([(trusted & where).any(1) for where in covers], 1)
+    assert torch.equal(proof.safe[0][:, 0], by_hand)
+    if isinstance(rule, HiCert):
+        assert torch.equal(proof.certified, by_hand.all(1)) and torch.equal(proof.strict, trusted.all(1))
+    if isinstance(rule, Agreement):
+        assert torch.equal(proof.certified, (states <= 1).all(1)) and torch.equal(proof.certified, proof.strict)
 
 
 @pytest.mark.parametrize("name", COVERS)
@@ -93,12 +133,8 @@ def test_strict_against_location_aware(name: str, attackers: Attackers) -> None:
     """All pairs right implies all locations safe; where every mask is some location's only one, the two are equal."""
     covers = covers_of(name)
     count = covers.shape[1]
-    entries = list(itertools.combinations_with_replacement(range(count), 2))
-    tables = torch.zeros(2 ** len(entries), count + 1, count + 1)
-    for table, code in zip(tables, itertools.product((0, 1), repeat=len(entries)), strict=True):
-        for (i, j), symbol in zip(entries, code, strict=True):
-            table[i, j] = table[j, i] = symbol
     model = attackers.table(covers, 5 * torch.eye(2))
+    tables = model.tables(model.game(DoubleMasking(), unmasked=False).states(), unmasked=False)
     proof = DoubleMasking().certify(
         model, tables, model.masks, model.threat, torch.zeros(len(tables), dtype=torch.long)
     )
@@ -121,9 +157,7 @@ def test_four_masks_and_three_labels(
     operation: str, attackers: Attackers, record_property: Callable[[str, object], None]
 ) -> None:
     """3^10 tables."""
-    covers = covers_of("one mask too many")
-    model = attackers.table(covers, 5 * torch.eye(3))
-    rule, claim = model.rule(PAIRS[operation]), model.claim(PAIRS[operation])
-    found = attackers.falsify(rule, claim, covers, 3, unmasked=False)
+    model = attackers.table(covers_of("one mask too many"), 5 * torch.eye(3))
+    found = attackers.falsify(model.game(PAIRS[operation], unmasked=False))
     record_property("attacks", found.tried)
     assert found.tried > 600_000 and not found.broken, found.example

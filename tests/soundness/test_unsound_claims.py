@@ -2,100 +2,231 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from patchcure import Box, Defense, Grid, MaskSet, PatchThreat
+from patchcure import AnyClassifier, Box, Defense, Grid, MaskSet, PatchThreat
 from patchcure.models.base import visible_sum
-from patchcure.operations import Challenger, DoubleMasking, MinorityReports
+from patchcure.operations import (
+    Challenger,
+    ClippedMean,
+    DoubleMasking,
+    HiCert,
+    IntervalBounds,
+    LocalDetection,
+    MinorityReports,
+    RegionVotes,
+    SecureOperation,
+)
 from patchcure.operations.base import majority
+from patchcure.operations.intervals import margins_below
 
 if TYPE_CHECKING:
-    from tests.soundness.conftest import Attackers
+    from tests.soundness.conftest import Attackers, Game
 
 ONE_EACH = torch.eye(4, dtype=torch.bool)
 TWO_EACH = torch.eye(5, dtype=torch.bool) | torch.eye(5, dtype=torch.bool).roll(1, 1)
+LABELS = 5 * torch.eye(2)
+HALF = torch.tensor([[5.0, 0.0, -99.0], [0.0, 0.0, -99.0], [0.0, 5.0, -99.0], [-99.0, 0.0, 0.0]])
+"""Label 0, label 0 with a confidence of exactly one half, label 1, label 1 with a confidence of one half."""
 
 
-def one_mask_labels(tables: Tensor) -> Tensor:
-    return tables[:, :-1, :-1].diagonal(dim1=1, dim2=2)
+def one_round(covers: Tensor, alphabet: Tensor, attackers: Attackers, rule: SecureOperation | None = None) -> Game:
+    """One-mask predictions, and a rule that sees only those."""
+    return attackers.table(covers, alphabet, together=1).game(rule or MinorityReports(), unmasked=rule is not None)
 
 
-@pytest.mark.parametrize("covers", [ONE_EACH, TWO_EACH], ids=["one mask each", "two masks each"])
-def test_one_round_unanimity_is_no_certificate(covers: Tensor, attackers: Attackers) -> None:
-    """The same votes arise from either class, so no rule that sees only them can be right for both."""
-
-    def vote(tables: Tensor) -> Tensor:
-        return majority(one_mask_labels(tables).long(), 2)
-
-    def unanimous(tables: Tensor) -> Tensor:
-        return (one_mask_labels(tables) == 0).all(1, keepdim=True).expand(-1, len(covers))
-
-    found = attackers.falsify(vote, unanimous, covers, 2, pairs=False)
-    assert found.broken
-    assert found.example is not None
-    clean, patched, at = found.example
-    seen = covers[at]
-    assert bool((clean.diagonal()[:-1] == 0).all()), "unanimous on the clean image"
-    assert torch.equal(clean.diagonal()[:-1][seen], patched.diagonal()[:-1][seen]), "the covering masks saw no patch"
+def all_zero(states: Tensor) -> Tensor:
+    return (states == 0).all(1)
 
 
-@pytest.mark.parametrize("operation", [DoubleMasking(), DoubleMasking("unmasked"), Challenger()], ids=str)
-def test_two_rounds_need_the_whole_row(operation: DoubleMasking | Challenger, attackers: Attackers) -> None:
-    """Right one-mask labels alone certify nothing for double masking either; nor do the pairs of other masks."""
-    model = attackers.table(ONE_EACH, 5 * torch.eye(2))
-
-    def diagonal(tables: Tensor) -> Tensor:
-        return (one_mask_labels(tables) == 0).all(1, keepdim=True).expand(-1, 4)
-
-    def all_but_one(tables: Tensor) -> Tensor:
-        wrong = (tables[:, :4, :4] != 0).triu().flatten(1).sum(1, keepdim=True)
-        return (wrong <= 1).expand(-1, 4)
-
-    assert attackers.falsify(model.rule(operation), diagonal, ONE_EACH, 2).broken
-    assert attackers.falsify(model.rule(operation), all_but_one, ONE_EACH, 2).broken
+def single_round(covers: Tensor, attackers: Attackers) -> Game:
+    """All masks say y, so the majority stays y."""
+    game = one_round(covers, LABELS, attackers)
+    return replace(game, answer=lambda votes: majority(votes, 2)).claims(all_zero)
 
 
-def test_minority_reports_needs_more_than_tau(attackers: Attackers) -> None:
-    """A vote with confidence of exactly tau is not heard, so it protects nobody."""
-    alphabet = torch.tensor([[5.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
-    operation = MinorityReports(tau=0.5)
-    model = attackers.table(ONE_EACH, alphabet, together=1)
+def certmask(attackers: Attackers) -> Game:
+    """CertMask: every location is hidden by two masks, so of two labels the rarer one with two votes is clean."""
 
-    def at_least_tau(tables: Tensor) -> Tensor:
-        logits = alphabet[one_mask_labels(tables).long()]
-        sure = (logits.argmax(-1) == 0) & (logits.softmax(-1).amax(-1) >= 0.5)
-        return sure.all(1, keepdim=True).expand(-1, 4)
+    def rarer(votes: Tensor) -> Tensor:
+        ones = votes.sum(1)
+        zeros = votes.shape[1] - ones
+        return torch.where((ones >= 2) & ((ones < zeros) | (zeros < 2)), 1, 0)
 
-    assert attackers.falsify(model.rule(operation), at_least_tau, ONE_EACH, 3, pairs=False).broken
-    ours = attackers.falsify(model.rule(operation), model.claim(operation), ONE_EACH, 3, pairs=False)
-    assert ours.tried and not ours.broken
+    return replace(one_round(TWO_EACH, LABELS, attackers), answer=rarer).claims(all_zero)
 
 
-def test_masks_of_the_patch_size_at_stride_two(attackers: Attackers) -> None:
-    """Size must be p + s - 1. Masks of p cells at stride 2 are refused; were they not, a patch would get through."""
+def one_mask_labels(rule: SecureOperation, attackers: Attackers) -> Game:
+    """Two rounds, of which the certificate looks only at the first."""
+    return attackers.table(ONE_EACH, LABELS).game(rule).claims(lambda states: (states[:, :4] == 0).all(1))
+
+
+def one_pair_short(rule: SecureOperation, attackers: Attackers) -> Game:
+    return attackers.table(ONE_EACH, LABELS).game(rule).claims(lambda states: (states[:, :-1] != 0).sum(1) <= 1)
+
+
+def heard_at_tau(attackers: Attackers) -> Game:
+    """Minority Reports with >= for >: a vote with a confidence of exactly tau is not heard."""
+    game = one_round(ONE_EACH, HALF, attackers, MinorityReports(tau=0.5))
+    return game.claims(lambda states: (states[:, :-1] <= 1).all(1))
+
+
+def unheard_masks(attackers: Attackers) -> Game:
+    """Minority Reports: the clean answer is right without an alarm, so it is certified; but who is not heard?"""
+    game = one_round(ONE_EACH, HALF, attackers, MinorityReports(tau=0.5))
+    return game.claims(lambda states: game.answer(states) == 0)
+
+
+def doubt_at_tau(attackers: Attackers) -> Game:
+    """HiCert with <= for <: a vote with a confidence of exactly tau raises no alarm."""
+    game = one_round(ONE_EACH, HALF, attackers, HiCert(tau=0.5))
+    return game.claims(lambda states: (states[:, :-1] != 2).all(1))
+
+
+def voting_cells(attackers: Attackers) -> Game:
+    """Minority Reports as published: three neighbours that agree make a voting cell; at the border one mask hides."""
+    covers = torch.tensor([[mask <= at < mask + 3 for mask in range(5)] for at in range(7)])
+
+    def answer(votes: Tensor) -> Tensor:
+        cells = votes.unfold(1, 3, 1)
+        unanimous = (cells == cells[..., :1]).all(2)
+        labels = torch.where(unanimous, cells[..., 0], -1)
+        top = labels.amax(1)
+        return torch.where(((labels == top[:, None]) | ~unanimous).all(1), top, -1)
+
+    return replace(one_round(covers, LABELS, attackers), answer=answer).claims(all_zero)
+
+
+def local(operation: SecureOperation, cells: int, alphabet: Tensor, attackers: Attackers, label: int = 0) -> Game:
+    """A row of cells of letters, each with its local logits; a patch owns one cell."""
+    model = attackers.letters(Grid(1, cells), classes=alphabet.shape[1])
+    model.values, model.alphabet, model.weights = len(alphabet), alphabet, torch.ones(1, 1, dtype=torch.long)
+    defense = Defense(model, PatchThreat.square(1, (1, cells)), operation=operation)
+    return attackers.patches(defense, len(alphabet), label)
+
+
+def runner_up(attackers: Attackers) -> Game:
+    """CBN as published: only the clean runner-up is compared, though a third label may have most to gain."""
+    squashed = torch.tensor([[0.0, -0.4867, -0.24], [0.999, 0.999, -0.999], [-0.9999, 0.999, 0.9999]])
+    game = local(ClippedMean(), 9, (torch.atanh(squashed) + 1) / 0.05, attackers)
+
+    def published(states: Tensor) -> Tensor:
+        v = squashed.double()[states]
+        second = 1 + v.mean(1)[:, 1:].argmax(1)
+        ahead = v[..., 0] - v.gather(2, second[:, None, None].expand(-1, 9, 1))[..., 0]
+        return ((ahead.sum(1, keepdim=True) - ahead) > 2).all(1)
+
+    return game.claims(published)
+
+
+def window_at_tau(attackers: Attackers) -> Game:
+    """PatchGuard++ with >= for >: a window with a confidence of exactly tau is not heard."""
+    alphabet = torch.tensor([[0.0, 0.0], [0.3, 0.0], [0.0, 9.0]])
+    game = local(LocalDetection(tau=0.5), 5, alphabet, attackers)
+
+    def at_least(states: Tensor) -> Tensor:
+        u = alphabet[states]
+        left = u.sum(1, keepdim=True) - u
+        return (left[..., 0] >= left[..., 1]).all(1) & (game.answer(states) == 0)
+
+    return game.claims(at_least)
+
+
+def any_tie(attackers: Attackers) -> Game:
+    """BagCert with >= for every label, though label 1 loses a tie with label 0."""
+    alphabet = torch.tensor([[-1.0, 1.0], [1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
+    game = local(RegionVotes(), 4, alphabet, attackers, label=1)
+
+    def with_ties(states: Tensor) -> Tensor:
+        votes = (alphabet[states] > 0).long()
+        ahead = votes[..., 1] - votes[..., 0]
+        return (ahead.sum(1, keepdim=True) - ahead) >= 1
+
+    return game.claims(with_ties)
+
+
+def patch_sized_masks(attackers: Attackers) -> Game:
+    """Masks of p cells at stride 2, which certify a pixel, claimed for p = 2: the size must be p + s - 1."""
     image = Grid(1, 8)
-    model = attackers.tiny(image, bias=0.75)
+    model = attackers.tiny(image, bias=0.8, seed=3)
+    pixel = PatchThreat.square(1, image)
+    trap = tuple((Box(0, start, 1, start + 2),) for start in (0, 2, 4, 6))
+    defense = Defense(model, pixel, MaskSet(trap, pixel.on_features(model.grid, model.corrupted)))
+    weaker = attackers.patches(defense)
+    game = attackers.patches(defense, threat=PatchThreat.rectangles([(1, 2)], image))
+    return game.claims(lambda states: weaker.safe(states).all(1))
+
+
+def bounds_of_zero(attackers: Attackers) -> Game:
+    """Interval bounds with >= 0: a network that says nothing certifies every label."""
+    layer = nn.Linear(4, 2).requires_grad_(False)
+    layer.weight.zero_()
+    layer.bias.zero_()
+    model = AnyClassifier(nn.Sequential(nn.Flatten(), layer), (1, 4), 2, (0.0,), (1.0,))
+    defense = Defense(model, PatchThreat.square(1, (1, 4)), operation=IntervalBounds())
+    images = torch.zeros(1, 1, 1, 4)
+
+    def at_least_zero(states: Tensor) -> Tensor:
+        low = margins_below(model.backbone, images, images + 1, torch.tensor([1]), torch.float64)[0, 0]
+        return (low > -1e-9).expand(len(states))
+
+    return attackers.patches(defense, label=1).claims(at_least_zero)
+
+
+PAIRS: dict[str, SecureOperation] = {
+    "majority": DoubleMasking(),
+    "unmasked": DoubleMasking("unmasked"),
+    "challenger": Challenger(),
+}
+WRONG: dict[str, Callable[[Attackers], Game]] = {
+    "a single round, one mask each": partial(single_round, ONE_EACH),
+    "a single round, two masks each": partial(single_round, TWO_EACH),
+    "CertMask": certmask,
+    **{f"one-mask labels, {name}": partial(one_mask_labels, rule) for name, rule in PAIRS.items()},
+    **{f"all pairs but one, {name}": partial(one_pair_short, rule) for name, rule in PAIRS.items()},
+    "Minority Reports, heard at tau": heard_at_tau,
+    "Minority Reports, unheard masks": unheard_masks,
+    "Minority Reports, 3x3 voting cells": voting_cells,
+    "HiCert, in doubt at tau": doubt_at_tau,
+    "CBN, the runner-up": runner_up,
+    "PatchGuard++, heard at tau": window_at_tau,
+    "BagCert, any tie": any_tie,
+    "masks of the patch's size at stride 2": patch_sized_masks,
+    "interval bounds of zero": bounds_of_zero,
+}
+"""Claims about our rules, or about others' rules. (Those about votes and about ScaleCert are beside their models.)"""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_falsifier_catches_it(name: str, attackers: Attackers) -> None:
+    game = WRONG[name](attackers)
+    found = attackers.falsify(game)
+    assert found.tried and found.broken and found.example is not None
+    clean, attacked, at = found.example
+    assert bool(game.safe(clean[None])[0, at]) and bool(game.wrong(attacked[None]))
+    assert torch.equal(clean[~game.owned[at]], attacked[~game.owned[at]]), "only the patch differs"
+
+
+def test_voting_cells_hold_inside_the_border(attackers: Attackers) -> None:
+    game = voting_cells(attackers)
+    inside = torch.tensor([False, False, True, True, True, False, False])
+    assert not attackers.falsify(game.claims(lambda states: all_zero(states)[:, None] & inside)).broken
+
+
+def test_masks_of_the_patch_size_at_stride_two_are_refused(attackers: Attackers) -> None:
+    image = Grid(1, 8)
+    model = attackers.tiny(image)
     threat = PatchThreat.rectangles([(1, 2)], image)
     trap = tuple((Box(0, start, 1, start + 2),) for start in (0, 2, 4, 6))
     with pytest.raises(ValueError, match=r"do not cover the threat.*Box\(top=0, left=1, bottom=1, right=3\)"):
         MaskSet(trap, threat.on_features(model.grid, model.corrupted))
-
-    weaker = PatchThreat.square(1, image)
-    unguarded = Defense(model, weaker, MaskSet(trap, weaker.on_features(model.grid, model.corrupted)))
-    certified = broken = 0
-    for seed in range(400):
-        model.draw(seed)
-        proof = unguarded.certify(torch.zeros(1, 1, 1, 8), torch.tensor([0]))
-        if bool(proof.strict):
-            certified += 1
-            places, _ = attackers.broken_placements(unguarded, threat, torch.zeros(1, 1, 8), 0)
-            assert all(col % 2 for ((_, _, col),) in places), "only locations between the masks are open"
-            broken += bool(places)
-    assert certified > 10 and broken > 3
 
 
 def window_sums(values: Tensor, hidden: Tensor) -> Tensor:

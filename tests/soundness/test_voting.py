@@ -1,4 +1,4 @@
-"""Votes against every attacker: all ballots, all patches on tiny images, and the published counting mistake."""
+"""Votes against every attacker: all ballots of small elections, and the published counting mistakes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
-from patchcure import Box, Defense, Grid, MaskSet, PatchThreat, SplitModel
+from patchcure import Box, Grid, MaskSet, PatchThreat, SplitModel
 from patchcure.ablations import Ablation
 from patchcure.operations import Voting
 from patchcure.operations.base import tolerance
+
+if TYPE_CHECKING:
+    from tests.soundness.conftest import Attackers, Game
 
 
 class BallotModel(SplitModel):
@@ -54,11 +58,6 @@ class BallotModel(SplitModel):
         return torch.stack([~self.rows[:, start : start + width].all(1) for start in starts]).any(0)
 
 
-def ballots(symbols: int, ablations: int) -> Tensor:
-    """Every table of symbols."""
-    return torch.cartesian_prod(*[torch.arange(symbols)] * ablations).view(-1, ablations).float()
-
-
 def subsets(classes: int, most: int, strength: float = 5.0) -> Tensor:
     """Logits with which a class gets a vote at threshold 0.4, for every set of at most `most` classes."""
     chosen = [c for size in range(most + 1) for c in itertools.combinations(range(classes), size)]
@@ -80,6 +79,23 @@ class Election:
     def model(self) -> BallotModel:
         return BallotModel(self.cells, self.voting.ablation, self.shape, self.alphabet, self.count)
 
+    def game(self, model: BallotModel, attackers: Attackers, label: int = 0) -> Game:
+        """The attacker rewrites the ballots of the ablations that the patches touch; y must stay in the first k."""
+        starts = range(self.cells - self.shape[1] + 1)
+        where = list(itertools.combinations_with_replacement(starts, self.count))
+
+        def answer(ballots: Tensor) -> Tensor:
+            first = self.voting.ranking(model, ballots, model.masks)[:, : self.voting.top]
+            return torch.where((first == label).any(1), label, (label + 1) % model.num_classes)
+
+        def safe(ballots: Tensor) -> Tensor:
+            labels = torch.full((len(ballots),), label)
+            proof = self.voting.certify(model, ballots, model.masks, model.threat, labels)
+            return torch.stack([proof.safe[0][:, 0, list(places)].any(1) for places in where], 1)
+
+        owned = torch.stack([model.touched(places) for places in where])
+        return attackers.game(answer, safe, owned, len(self.alphabet), label)
+
 
 BAND, TWO, WIDE = Ablation(width=1), Ablation(width=2), Ablation(width=3, stride=2)
 ONE_HOT = 5 * torch.eye(3)
@@ -99,40 +115,33 @@ ELECTIONS = {
 
 
 @pytest.mark.parametrize("name", ELECTIONS)
-def test_every_ballot(name: str, record_property: Callable[[str, object], None]) -> None:
+def test_every_ballot(name: str, attackers: Attackers, record_property: Callable[[str, object], None]) -> None:
     """Exhaustive, and exact: a placement is called safe if and only if no rewriting of its ballots succeeds."""
     election = ELECTIONS[name]
     model, voting = election.model(), election.voting
-    tables = ballots(len(election.alphabet), len(model.masks))
-    first = voting.ranking(model, tables, model.masks)[:, : voting.top]
     starts = range(election.cells - election.shape[1] + 1)
-    powers = len(election.alphabet) ** torch.arange(tables.shape[1])
+    where = list(itertools.combinations_with_replacement(starts, election.count))
     attacks = certified = 0
     for y in range(model.num_classes):
+        game = election.game(model, attackers, y)
+        found = attackers.falsify(game)
+        assert not found.broken, found.example
+        tables, lost = game.states(), attackers.breakable(game)
         proof = voting.certify(model, tables, model.masks, model.threat, torch.full((len(tables),), y))
-        right = (first == y).any(1)
-        unsafe = torch.zeros(len(tables), len(starts), dtype=torch.bool)
-        for places in itertools.combinations_with_replacement(starts, election.count):
-            world = ((tables * ~model.touched(places)).long() * powers).sum(1)
-            size = torch.bincount(world)
-            broken = torch.bincount(world, weights=(~right).double()) > 0
-            for place in places:
-                unsafe[:, place] |= broken[world]
-            attacks += int(size[world][~broken[world]].sum())
+        unsafe = torch.stack([lost[:, [start in places for places in where]].any(1) for start in starts], 1)
         assert torch.equal(proof.safe[0][:, 0], ~unsafe)
         assert torch.equal(proof.certified, ~unsafe.any(1))
         assert torch.equal(proof.certified, proof.margin > 0)
         assert not bool((proof.strict & ~proof.certified).any())
-        assert bool(right[proof.certified].all())
-        certified += int(proof.certified.sum())
+        certified, attacks = certified + int(proof.certified.sum()), attacks + found.tried
     record_property("attacks", attacks)
     assert certified > 20 and attacks > 10_000, (certified, attacks)
 
 
-def test_a_location_aware_count_certifies_more_than_twice_delta() -> None:
+def test_a_location_aware_count_certifies_more_than_twice_delta(attackers: Attackers) -> None:
     election = ELECTIONS["wrap, stride 2 of 13"]
     model = election.model()
-    tables = ballots(3, len(model.masks))
+    tables = election.game(model, attackers).states()
     proof = election.voting.certify(
         model, tables, model.masks, model.threat, torch.zeros(len(tables), dtype=torch.long)
     )
@@ -178,44 +187,42 @@ def test_a_patch_at_column_zero_breaks_the_published_certificate() -> None:
     assert bool(proof.safe[0][0, 0, 40:100].all()), "in the middle five bands are touched, and 17:6 holds"
 
 
-def test_the_attackers_break_the_published_rule_and_a_short_budget() -> None:
-    """The exhaustive attacker catches both: the formula's count where bands wrap, and 2 delta less one vote."""
+def test_the_falsifier_breaks_the_published_rule_and_a_short_budget(attackers: Attackers) -> None:
+    """The formula's count where bands wrap, and 2 delta less one vote."""
     election = ELECTIONS["wrap, stride 2 of 13"]
-    model, broken = election.model(), {"published": 0, "short": 0, "ours": 0}
-    tables = ballots(3, len(model.masks))
-    labels = torch.zeros(len(tables), dtype=torch.long)
-    right = election.voting.predict(model, tables, model.masks).labels == 0
-    votes = torch.nn.functional.one_hot(tables.long(), 3).sum(1)
-    proof = election.voting.certify(model, tables, model.masks, model.threat, labels)
+    model = election.model()
+    game = election.game(model, attackers)
     delta = int((~model.masks.coverage.covers).sum(1).max())
-    claims = {
-        "published": torch.tensor([published(row, 0, 2, 3, 2) for row in votes]),
-        "short": votes[:, 0] + 1 > votes[:, 1:].amax(1) + 2 * delta - 1,
-        "ours": proof.certified,
-    }
-    for start in range(12):
-        world = ((tables * ~model.touched((start,))).long() * 3 ** torch.arange(tables.shape[1])).sum(1)
-        lost = (torch.bincount(world, weights=(~right).double()) > 0)[world]
-        for name, claim in claims.items():
-            broken[name] += int((claim & lost).sum())
+
+    def by_formula(ballots: Tensor) -> Tensor:
+        return torch.tensor([published(row, 0, 2, 3, 2) for row in votes(ballots)])
+
+    def short(ballots: Tensor) -> Tensor:
+        return votes(ballots)[:, 0] + 1 > votes(ballots)[:, 1:].amax(1) + 2 * delta - 1
+
+    def votes(ballots: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(ballots, 3).sum(1)
+
     assert math.ceil((2 + 3 - 1) / 2) == 2 < delta
-    assert broken["published"] and broken["short"] and not broken["ours"]
+    assert attackers.falsify(game.claims(by_formula)).broken
+    assert attackers.falsify(game.claims(short)).broken
+    assert not attackers.falsify(game).broken
 
 
-def test_one_vote_a_ballot_is_not_enough_for_thresholded_top_k() -> None:
+def test_one_vote_a_ballot_is_not_enough_for_thresholded_top_k(attackers: Attackers) -> None:
     """With a threshold an ablation votes for several classes, so the budget of one vote each is no certificate."""
     election = ELECTIONS["top 2, threshold"]
-    model = election.model()
-    tables = ballots(len(election.alphabet), len(model.masks))
-    labels = torch.zeros(len(tables), dtype=torch.long)
-    proof = election.voting.certify(model, tables, model.masks, model.threat, labels)
-    wrong = (election.voting.ranking(model, tables, model.masks)[:, :2] != 0).all(1)
-    fixed = ((tables[:, 1:]).long() * len(election.alphabet) ** torch.arange(3)).sum(1)
-    lost = (torch.bincount(fixed, weights=wrong.double()) > 0)[fixed]  # a patch at column 0
-    counts = (election.alphabet[tables[:, 1:].long()] > 0).sum(1)
-    needs = (counts[:, :1] - counts[:, 1:] + 1).clamp(min=0).sort(1).values[:, :2].sum(1)
-    assert bool(((needs > 1) & lost).any()), "CostCert's sum, as it is for one vote each"
-    assert not bool((proof.certified & lost).any())
+    game = election.game(election.model(), attackers)
+
+    def costcert(ballots: Tensor) -> Tensor:
+        """CostCert's sum, as it is for one vote each, at every column."""
+        given = (election.alphabet[ballots] > 0).long()
+        counts = given.sum(1, keepdim=True) - given
+        needs = (counts[..., :1] - counts[..., 1:] + 1).clamp(min=0).sort(2).values[..., :2].sum(2)
+        return needs > 1
+
+    assert attackers.falsify(game.claims(costcert)).broken
+    assert not attackers.falsify(game).broken
 
 
 # Rounding.
@@ -231,7 +238,7 @@ def test_a_vote_that_is_not_clear_of_rounding_belongs_to_the_attacker(threshold:
         alphabet = torch.tensor([[5.0, 0.0, 0.0], [-5.0, 5.0, 0.0], [edge, 0.0, -50.0], [edge + 1e-6, 0.0, -50.0]])
     voting = Voting(BAND, threshold)
     model = BallotModel(6, BAND, (1, 1), alphabet)
-    tables = ballots(4, 6)
+    tables = torch.cartesian_prod(*[torch.arange(4)] * 6)
     labels = torch.zeros(len(tables), dtype=torch.long)
     proof = voting.certify(model, tables, model.masks, model.threat, labels)
     random = torch.Generator().manual_seed(0)
@@ -252,120 +259,6 @@ def test_a_vote_that_is_not_clear_of_rounding_belongs_to_the_attacker(threshold:
         swayed += int((plain != moved).sum())
     assert swayed > 100, "the noise should change some answers"
     assert int(proof.certified.sum()) > 20
-
-
-# Patches on pixels, through a whole defense.
-
-
-class HashModel(SplitModel):
-    """Logits are an arbitrary (hashed) function of the visible cells, each of 0, 1, 2, and of where they are."""
-
-    def __init__(self, image: Grid, size: int) -> None:
-        self.sizes = min(size, image.height), min(size, image.width)
-        grid = Grid(image.height - self.sizes[0] + 1, image.width - self.sizes[1] + 1)
-        super().__init__(image, grid, 3, mean=(0.0,), std=(1.0,), max_jobs=1 << 20)
-        self.eval()
-
-    def draw(self, seed: int) -> None:
-        """Become another function, with another share of votes for label 0."""
-        self.bias = 0.4 + 0.1 * (seed % 6)
-        random = torch.Generator().manual_seed(seed)
-        self.table = torch.randint(-(1 << 40), 1 << 40, (self.grid.cells, 4), generator=random)
-
-    def corrupted(self, box: Box) -> Box:
-        top, left = max(0, box.top - self.sizes[0] + 1), max(0, box.left - self.sizes[1] + 1)
-        return Box(top, left, min(box.bottom, self.grid.height), min(box.right, self.grid.width))
-
-    def receptive(self, cells: Box) -> Box:
-        return Box(cells.top, cells.left, cells.bottom + self.sizes[0] - 1, cells.right + self.sizes[1] - 1)
-
-    def features(self, images: Tensor) -> Tensor:
-        pixels = (2 * images[:, 0]).round().long()
-        fields = pixels.unfold(1, self.sizes[0], 1).unfold(2, self.sizes[1], 1)
-        return (fields.sum((-1, -2)) % 3).flatten(1).float()
-
-    def masked(self, features: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
-        content = torch.where(hidden, 3, features[images].long())
-        key = self.table[torch.arange(self.grid.cells), content].sum(1)
-        key = (key * 0x1B873593CC9E2D51) ^ (key >> 17)
-        chance = ((key * 0x1B873593) >> 20 & 0xFFFF) / 65536
-        label = torch.where(chance < self.bias, 0, 1 + ((key >> 9) & 1))
-        return torch.nn.functional.one_hot(label, 3) * (0.2 + ((key >> 11) & 0xFF)[:, None].float() / 60)
-
-
-@dataclass(frozen=True)
-class Case:
-    """An image, the attacker, and the vote."""
-
-    image: tuple[int, int]
-    shape: tuple[int, int]
-    voting: Voting
-    size: int = 1
-    count: int = 1
-
-
-CASES = {
-    "bands": Case((1, 9), (1, 1), Voting(TWO)),
-    "bands that wrap at stride 2": Case((1, 13), (1, 2), Voting(WIDE)),
-    "bands in 2-D": Case((3, 7), (2, 1), Voting(BAND)),
-    "rows": Case((7, 3), (1, 2), Voting(Ablation(height=2))),
-    "blocks": Case((4, 4), (1, 1), Voting(Ablation(2, 2))),
-    "blocks that stop at the edge": Case((4, 4), (1, 2), Voting(Ablation(1, 2, wrap=False))),
-    "overlapping fields": Case((1, 10), (1, 1), Voting(BAND), size=2),
-    "two patches": Case((1, 8), (1, 1), Voting(BAND), count=2),
-    "threshold": Case((1, 8), (1, 2), Voting(BAND, threshold=0.4)),
-    "low threshold": Case((1, 9), (1, 1), Voting(TWO, threshold=0.25)),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_no_patch_breaks_a_certificate(name: str, record_property: Callable[[str, object], None]) -> None:
-    """Every content at every placement, for arbitrary models; and the largest certified square, attacked too."""
-    case = CASES[name]
-    model = HashModel(Grid(*case.image), case.size)
-    defense = Defense(model, PatchThreat.rectangles([case.shape], case.image, case.count), operation=case.voting)
-    attacks = certified = broken = 0
-    for seed in range(30):
-        model.draw(seed)
-        image = torch.randint(0, 3, (1, 1, *case.image), generator=torch.Generator().manual_seed(seed)) / 2
-        proof = defense.certify(image, torch.tensor([0]))
-        certified += int(proof.certified)
-        assert bool(proof.certified) == bool(proof.safe[0].all())
-        tried = [
-            (contents(image[0], places), places, safe) for places, safe in placements(defense.threat, proof.safe[0][0])
-        ]
-        answers = defense.predict(torch.cat([batch for batch, _, _ in tried])).labels
-        for (batch, places, safe), part in zip(tried, answers.split([len(t[0]) for t in tried]), strict=True):
-            assert not (safe and bool(part.any())), f"a patch at {places} succeeds (model {seed})"
-            attacks += len(batch) * safe
-            broken += bool(part.any())
-        side = int(proof.largest_patch)
-        if 0 < side <= 2:
-            squares = [contents(image[0], places) for places, _ in placements(defense.threat.with_squares(side), None)]
-            assert not bool(defense.predict(torch.cat(squares)).labels.any())
-    record_property("attacks", attacks)
-    assert certified >= 3 and attacks > 300 and broken > 10, (certified, attacks, broken)
-
-
-def placements(threat: PatchThreat, safe: Tensor | None) -> list[tuple[list[Box], bool]]:
-    """Every choice of boxes, and whether all of them are called safe."""
-    ((height, width),) = threat.shapes
-    rows, cols = range(threat.image.height - height + 1), range(threat.image.width - width + 1)
-    found = []
-    for corners in itertools.combinations_with_replacement(itertools.product(rows, cols), threat.count):
-        boxes = [Box(row, col, row + height, col + width) for row, col in corners]
-        found.append((boxes, safe is None or any(bool(safe[corner]) for corner in corners)))
-    return found
-
-
-def contents(image: Tensor, boxes: list[Box]) -> Tensor:
-    """The image with everything that can be written into these boxes."""
-    pixels = sorted({(r, c) for box in boxes for r in range(*box.rows) for c in range(*box.cols)})
-    values = torch.cartesian_prod(*[torch.arange(3)] * len(pixels)).view(-1, len(pixels)) / 2
-    images = image.expand(len(values), *image.shape).clone()
-    rows, cols = torch.tensor(pixels).T
-    images[:, 0, rows, cols] = values
-    return images
 
 
 def test_more_patches_touch_the_union_of_their_ablations() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import Detail, every_mask, finite, margins, masked_logits, tolerance
-from patchcure.operations.one_round import agreement, certify_round, one_mask_votes
+from patchcure.operations.base import Detail, finite, margins
+from patchcure.operations.one_round import agreement, certify_round, clear, one_mask_margins, one_mask_votes
 from patchcure.threat import PatchThreat
 
 
@@ -39,6 +39,7 @@ class Agreement:
 
     together: ClassVar[int] = 1
     detects: ClassVar[bool] = True
+    ablation: ClassVar[None] = None
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """Each mask alone, and none."""
@@ -59,15 +60,8 @@ class Agreement:
         detail: Detail = "locations",
     ) -> Certificate:
         """See the class. A prediction counts as y only where its margin is above the tolerance."""
-        images, index = every_mask(features, masks)
-        margin, right = [], []
-        for part, logits in masked_logits(model, features, masks, images, index, index):
-            margin.append(margins(logits, labels[images[part]]))
-            right.append(margin[-1] > tolerance(logits))
-        shape = len(features), len(masks)
-        trusted = torch.cat(right).view(shape)
+        margin, trusted = one_mask_margins(model, features, masks, labels, clear)
         whole = finite(model.unmasked(features))
         own = margins(whole, labels)
-        clean = trusted.all(1) & (own > tolerance(whole))
-        every = torch.cat([torch.cat(margin).view(shape), own[:, None]], 1)
-        return certify_round(model, masks, threat, every, trusted, clean)
+        every = torch.cat([margin, own[:, None]], 1)
+        return certify_round(model, masks, threat, every, trusted, trusted.all(1) & clear(whole, own))

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from patchcure.ablations import Ablation
 from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Box
 from patchcure.masks import Coverage, MaskSet
@@ -33,6 +34,11 @@ class SecureOperation(Protocol):
     together: ClassVar[int]
     """How many masks are applied at once: 2 for two rounds, 1 for one round, 0 for a rule that uses no masks."""
 
+    @property
+    def ablation(self) -> Ablation | None:
+        """What each mask keeps, for a rule that votes over ablations; None for masks that cover the threat."""
+        ...
+
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """How often an attacker can make the LRF part run for one image."""
         ...
@@ -56,11 +62,9 @@ class SecureOperation(Protocol):
 
 def masks_for(operation: SecureOperation, threat: FeatureThreat) -> MaskSet:
     """The masks that an operation uses unless told otherwise: its own ablations, or masks that cover the threat."""
-    ablation = getattr(operation, "ablation", None)
-    if ablation is None:
+    if operation.ablation is None:
         return MaskSet.covering(threat, together=operation.together)
-    masks: MaskSet = ablation.masks(threat)
-    return masks
+    return operation.ablation.masks(threat)
 
 
 def detects(operation: SecureOperation) -> bool:
@@ -208,21 +212,38 @@ def largest_side(
 ) -> Int[Tensor, " b"]:
     """The side of the largest square patch, at least `low`, for which every placement is safe.
 
-    By bisection: what is safe from a square must be safe from a smaller one.
-
     Args:
         safe: from the masks that hide each group of placements to the groups that are safe.
     """
 
-    def certified(side: int) -> Bool[Tensor, " b"]:
+    def certified(side: int, asked: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
         smaller = threat.with_squares(side).on_features(model.grid, model.corrupted)
-        return safe(masks.coverage_of(smaller).covers).all(1)
+        return safe(masks.coverage_of(smaller).covers).all(1)[asked]
 
-    high = torch.full_like(low, min(threat.image.height, threat.image.width))
+    return bisect_sides(certified, low, torch.full_like(low, min(threat.image.height, threat.image.width)))
+
+
+def bisect_sides(
+    certified: Callable[[int, Bool[Tensor, " b"]], Bool[Tensor, " asked"]],
+    low: Int[Tensor, " b"],
+    high: Int[Tensor, " b"],
+) -> Int[Tensor, " b"]:
+    """The largest certified side of each image, from `low`, which is certified, to `high`.
+
+    By bisection: what is safe from a square must be safe from a smaller one.
+
+    Args:
+        certified: for a side and the images that ask for it, whether each of those is certified.
+
+    >>> sides = torch.tensor([3, 0, 7])
+    >>> bisect_sides(lambda side, asked: sides[asked] >= side, torch.zeros_like(sides), torch.full_like(sides, 9))
+    tensor([3, 0, 7])
+    """
     while bool((low < high).any()):
-        for side in ((low + high + 1) // 2)[low < high].unique().tolist():
-            asked = ((low + high + 1) // 2 == side) & (low < high)
-            good = certified(side)
-            low = torch.where(asked & good, side, low)
+        middle, open_ = (low + high + 1) // 2, low < high
+        for side in middle[open_].unique().tolist():
+            asked = open_ & (middle == side)
+            good = torch.zeros_like(asked).masked_scatter(asked, certified(side, asked))
+            low = torch.where(good, side, low)
             high = torch.where(asked & ~good, side - 1, high)
     return low

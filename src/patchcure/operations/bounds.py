@@ -16,7 +16,7 @@ from patchcure.geometry import Box
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
 from patchcure.models.classifier import AnyClassifier
-from patchcure.operations.base import Detail, finite, unmasked_prediction
+from patchcure.operations.base import Detail, bisect_sides, finite, unmasked_prediction
 from patchcure.operations.intervals import margins_below, sums_of_products
 from patchcure.threat import FeatureThreat, PatchThreat
 
@@ -47,6 +47,7 @@ class IntervalBounds:
     """
 
     together: ClassVar[int] = 0
+    ablation: ClassVar[None] = None
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """The network, once."""
@@ -160,15 +161,12 @@ def _largest(
     high = torch.full_like(low, min(threat.image.height, threat.image.width))
     if all(height == width for height, width in threat.shapes):
         high = torch.where(low > 0, high, threat.shapes[0][0] - 1)
-    while bool((low < high).any()):
-        side = int(((low + high + 1) // 2)[low < high][0])
-        asked = ((low + high + 1) // 2 == side) & (low < high)
+
+    def certified(side: int, asked: Bool[Tensor, " b"]) -> Bool[Tensor, " asked"]:
         squares = _placements(threat.with_squares(side).on_features(model.grid, model.corrupted))
-        good = (_margins(model, features[asked], labels[asked], squares, every=False) > 0).all(1)
-        good = torch.zeros_like(asked).masked_scatter(asked, good)
-        low = torch.where(good, side, low)
-        high = torch.where(asked & ~good, side - 1, high)
-    return low
+        return (_margins(model, features[asked], labels[asked], squares, every=False) > 0).all(1)
+
+    return bisect_sides(certified, low, high)
 
 
 def _maps(

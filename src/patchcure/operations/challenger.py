@@ -34,6 +34,7 @@ class Challenger:
     """
 
     together: ClassVar[int] = 2
+    ablation: ClassVar[None] = None
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """Each mask alone, and each challenger once."""

@@ -39,6 +39,7 @@ class ClippedMean:
     scale: float = 0.05
     shift: float = -1.0
     together: ClassVar[int] = 1
+    ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not (0 < self.scale < math.inf and math.isfinite(self.shift)):

@@ -12,17 +12,10 @@ from torch import Tensor
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import (
-    Detail,
-    every_mask,
-    largest_square,
-    margins,
-    masked_logits,
-    safe_maps,
-    tolerance,
-)
+from patchcure.operations.base import Detail, largest_square, safe_maps
 from patchcure.operations.challenger import Challenger
 from patchcure.operations.double_masking import DoubleMasking
+from patchcure.operations.one_round import clear, one_mask_margins
 from patchcure.threat import PatchThreat
 
 
@@ -54,6 +47,7 @@ class CrossCert:
     recovery: DoubleMasking | Challenger = field(default_factory=DoubleMasking)
     together: ClassVar[int] = 2
     detects: ClassVar[bool] = True
+    ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.recovery not in (DoubleMasking(), Challenger()):
@@ -81,12 +75,7 @@ class CrossCert:
         detail: Detail = "locations",
     ) -> Certificate:
         """See the class. Equalities count only where the margin is above the tolerance."""
-        images, index = every_mask(features, masks)
-        parts = [
-            margins(logits, labels[images[part]]) > tolerance(logits)
-            for part, logits in masked_logits(model, features, masks, images, index, index)
-        ]
-        single = torch.cat(parts).view(len(features), len(masks))
+        _, single = one_mask_margins(model, features, masks, labels, clear)
         unanimous = single.all(1)
         recovered = self.recovery.certify(model, features, masks, threat, labels, detail)
         detected = largest_square(single & unanimous[:, None], model, masks, threat)

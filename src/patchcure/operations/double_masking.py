@@ -38,6 +38,7 @@ class DoubleMasking:
 
     reference: Literal["majority", "unmasked"] = "majority"
     together: ClassVar[int] = 2
+    ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.reference not in ("majority", "unmasked"):

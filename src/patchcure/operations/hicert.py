@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from patchcure.certificate import Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import Detail, confidence, every_mask, finite, margins, masked_logits, tolerance
-from patchcure.operations.one_round import agreement, certify_round, one_mask_votes
+from patchcure.operations.base import Detail, confidence, finite, tolerance
+from patchcure.operations.one_round import agreement, certify_round, clear, one_mask_margins, one_mask_votes
 from patchcure.threat import PatchThreat
 
 
@@ -40,6 +40,7 @@ class HiCert:
     tau: float = 0.5
     together: ClassVar[int] = 1
     detects: ClassVar[bool] = True
+    ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.tau < 1:
@@ -64,14 +65,9 @@ class HiCert:
         detail: Detail = "locations",
     ) -> Certificate:
         """See the class. Each condition counts only where it is clear of rounding."""
-        images, index = every_mask(features, masks)
-        margin, trusted = [], []
-        for part, logits in masked_logits(model, features, masks, images, index, index):
-            slack = tolerance(logits)
-            margin.append(margins(logits, labels[images[part]]))
-            trusted.append((margin[-1] > slack) | (confidence(logits, 2 * slack) < self.tau))
-        shape = len(features), len(masks)
-        promised = torch.ones_like(labels, dtype=torch.bool)
-        return certify_round(
-            model, masks, threat, torch.cat(margin).view(shape), torch.cat(trusted).view(shape), promised
-        )
+
+        def forbids(logits: Float[Tensor, "j classes"], margin: Float[Tensor, " j"]) -> Bool[Tensor, " j"]:
+            return clear(logits, margin) | (confidence(logits, 2 * tolerance(logits)) < self.tau)
+
+        margin, trusted = one_mask_margins(model, features, masks, labels, forbids)
+        return certify_round(model, masks, threat, margin, trusted, torch.ones_like(labels, dtype=torch.bool))

@@ -15,7 +15,7 @@ from patchcure.certificate import Certificate, Prediction
 from patchcure.geometry import Interval
 from patchcure.masks import Coverage, MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import location_maps, suspicion, tolerance
+from patchcure.operations.base import bisect_sides, location_maps, suspicion, tolerance
 from patchcure.threat import FeatureThreat, PatchThreat
 
 Lead = Callable[[Bool[Tensor, "g cells"]], Float[Tensor, " g"]]
@@ -150,17 +150,15 @@ def certify_owned(
     strict = (margin > 0).all(1)
     sides: dict[int, Bool[Tensor, "g cells"]] = {0: torch.zeros(1, model.grid.cells, dtype=torch.bool, device=device)}
 
-    def certified(lead: Lead, side: int) -> bool:
+    def certified(side: int, asked: Bool[Tensor, " b"]) -> Bool[Tensor, " asked"]:
         if side not in sides:
             sides[side] = ~ownership(threat.with_squares(side).on_features(model.grid, model.corrupted)).covers
-        return bool((_leads(lead, sides[side], device) > 0).all())
+        chosen = [lead for lead, wanted in zip(leads, asked.tolist(), strict=True) if wanted]
+        return torch.stack([(_leads(lead, sides[side], device) > 0).all() for lead in chosen])
 
-    def largest(lead: Lead) -> int:
-        low, high = 0, min(threat.image.height, threat.image.width) if certified(lead, 0) else 0
-        while low < high:
-            side = (low + high + 1) // 2
-            low, high = (side, high) if certified(lead, side) else (low, side - 1)
-        return low
+    none = torch.zeros(len(leads), dtype=torch.long, device=device)
+    possible = certified(0, torch.ones_like(none, dtype=torch.bool))
+    high = torch.where(possible, min(threat.image.height, threat.image.width), none)
 
     return Certificate(
         certified=safe.all(1),
@@ -168,7 +166,7 @@ def certify_owned(
         margin=margin.amin(1),
         failed=torch.where(strict, -1, margin.argmin(1))[:, None].expand(-1, 2),
         safe=location_maps(safe, coverage),
-        largest_patch=torch.tensor([largest(lead) for lead in leads], device=device),
+        largest_patch=bisect_sides(certified, none, high),
     )
 
 

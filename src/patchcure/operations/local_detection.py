@@ -40,6 +40,7 @@ class LocalDetection:
     tau: float = 0.0
     together: ClassVar[int] = 1
     detects: ClassVar[bool] = True
+    ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.tau < 1:

@@ -6,23 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from patchcure.certificate import ALARM, Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import (
-    Detail,
-    confidence,
-    every_mask,
-    majority,
-    margins,
-    masked_logits,
-    suspicion,
-    tolerance,
-)
-from patchcure.operations.one_round import certify_round, one_mask_votes
+from patchcure.operations.base import Detail, confidence, majority, suspicion, tolerance
+from patchcure.operations.one_round import certify_round, clear, one_mask_margins, one_mask_votes
 from patchcure.threat import PatchThreat
 
 
@@ -45,6 +36,7 @@ class MinorityReports:
     tau: float = 0.0
     together: ClassVar[int] = 1
     detects: ClassVar[bool] = True
+    ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.tau < 1:
@@ -82,14 +74,12 @@ class MinorityReports:
         detail: Detail = "locations",
     ) -> Certificate:
         """See the class. A vote counts as y, or as unheard, only where that is clear of rounding."""
-        images, index = every_mask(features, masks)
-        margin, trusted, silent = [], [], []
-        for part, logits in masked_logits(model, features, masks, images, index, index):
-            slack = tolerance(logits)
-            margin.append(margins(logits, labels[images[part]]))
-            trusted.append((margin[-1] > slack) & (confidence(logits, -2 * slack) > self.tau))
-            silent.append(confidence(logits, 2 * slack) < self.tau)
-        shape = len(features), len(masks)
-        heard_right = torch.cat(trusted).view(shape)
-        clean = (heard_right | torch.cat(silent).view(shape)).all(1) & heard_right.any(1)
-        return certify_round(model, masks, threat, torch.cat(margin).view(shape), heard_right, clean)
+
+        def heard(logits: Float[Tensor, "j classes"], margin: Float[Tensor, " j"]) -> Bool[Tensor, " j"]:
+            return clear(logits, margin) & (confidence(logits, -2 * tolerance(logits)) > self.tau)
+
+        def silent(logits: Float[Tensor, "j classes"], margin: Float[Tensor, " j"]) -> Bool[Tensor, " j"]:
+            return confidence(logits, 2 * tolerance(logits)) < self.tau
+
+        margin, right, unheard = one_mask_margins(model, features, masks, labels, heard, silent)
+        return certify_round(model, masks, threat, margin, right, (right | unheard).all(1) & right.any(1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -13,12 +15,17 @@ from patchcure.operations.base import (
     confidence,
     every_mask,
     largest_square,
+    margins,
     masked_logits,
     safe_groups,
     safe_maps,
     suspicion,
+    tolerance,
 )
 from patchcure.threat import PatchThreat
+
+Judge = Callable[[Float[Tensor, "j classes"], Float[Tensor, " j"]], Bool[Tensor, " j"]]
+"""From logits under masks, and the margins of the label, to a verdict on each."""
 
 
 def one_mask_votes(
@@ -32,6 +39,24 @@ def one_mask_votes(
     ]
     shape = len(features), len(masks)
     return torch.cat([votes for votes, _ in parts]).view(shape), torch.cat([sure for _, sure in parts]).view(shape)
+
+
+def one_mask_margins(
+    model: SplitModel, features: Tensor, masks: MaskSet, labels: Int[Tensor, " b"], *judges: Judge
+) -> tuple[Tensor, ...]:
+    """The margin of each image's label under each mask, (b, m), and what each judge says of it."""
+    images, index = every_mask(features, masks)
+    columns: list[list[Tensor]] = [[] for _ in range(1 + len(judges))]
+    for part, logits in masked_logits(model, features, masks, images, index, index):
+        margin = margins(logits, labels[images[part]])
+        for column, value in zip(columns, (margin, *(judge(logits, margin) for judge in judges)), strict=True):
+            column.append(value)
+    return tuple(torch.cat(column).view(len(features), len(masks)) for column in columns)
+
+
+def clear(logits: Float[Tensor, "j classes"], margin: Float[Tensor, " j"]) -> Bool[Tensor, " j"]:
+    """The judge who asks for a margin above the tolerance: the prediction is the label, however it is rounded."""
+    return margin > tolerance(logits)
 
 
 def agreement(

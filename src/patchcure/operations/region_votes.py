@@ -34,6 +34,7 @@ class RegionVotes:
     """
 
     together: ClassVar[int] = 1
+    ablation: ClassVar[None] = None
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """Each cell once."""

@@ -44,6 +44,7 @@ class RobustMasking:
     """
 
     together: ClassVar[int] = 1
+    ablation: ClassVar[None] = None
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """Each cell once."""

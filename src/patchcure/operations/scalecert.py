@@ -46,6 +46,7 @@ class ScaleCert:
     share: float = 0.25
     together: ClassVar[int] = 1
     detects: ClassVar[bool] = True
+    ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
