@@ -57,6 +57,7 @@ class ModelOptions(TypedDict, total=False):
         norm_order: see `SplitViT` (before-pool).
         pretrained: start from timm's weights, which timm downloads (no).
         mean, std: of the channels (ImageNet's; timm's own with `pretrained`).
+        crop_pct: the share of a resized photograph's side that is kept (0.875; timm's own with `pretrained`).
         max_jobs: how many (image, mask) jobs are computed at once; bounds the memory.
     """
 
@@ -69,6 +70,7 @@ class ModelOptions(TypedDict, total=False):
     pretrained: bool
     mean: Sequence[float]
     std: Sequence[float]
+    crop_pct: float
     max_jobs: int
 
 

@@ -138,11 +138,14 @@ def build(
         "operation": chosen,
     }
     network = instance.model(**model)
+    config = getattr(network.backbone, "pretrained_cfg", {}) if model.get("pretrained") else {}
+    network.crop = model.get("crop_pct", config.get("crop_pct", network.crop))
     threat = _threat(patch, patches, resize_from, network.image)
     reach = threat.on_features(network.grid, network.corrupted)
     masks = _masks(rule, reach, mask_stride, masks_per_axis)
     defense = Defense(network, threat, masks, rule)
     model |= {"mean": network.mean.flatten().tolist(), "std": network.std.flatten().tolist()}
+    model |= {"crop_pct": network.crop}
     defense.recipe = {**recipe, **{key: value for key, value in model.items() if key != "pretrained"}}
     return defense
 

@@ -26,6 +26,12 @@ ORDER = [
     "benchmark",
     "picture",
     "demo",
+    "images",
+    "data",
+    "records",
+    "evaluate",
+    "result",
+    "choose",
     "cli",
 ]
 

@@ -44,6 +44,8 @@ class SplitModel(nn.Module, ABC):
     """The network itself; its parameters keep the names of their library."""
     mean: Tensor
     std: Tensor
+    crop: float = 0.875
+    """The share of a resized photograph's side that the model is evaluated on (timm's crop_pct)."""
 
     def __init__(
         self,
