@@ -32,6 +32,7 @@ ORDER = [
     "evaluate",
     "result",
     "choose",
+    "train",
     "cli",
 ]
 

@@ -107,9 +107,7 @@ class SplitModel(nn.Module, ABC):
             rows += [self.masked(prepared, images[part], flat[part]) for part in group.split(self.max_jobs)]
         return torch.cat(rows)[order.argsort()]
 
-    def under(
-        self, images: Float[Tensor, "b c h w"], hidden: Bool[Tensor, "b h2 w2"]
-    ) -> Float[Tensor, "b classes"]:
+    def under(self, images: Float[Tensor, "b c h w"], hidden: Bool[Tensor, "b h2 w2"]) -> Float[Tensor, "b classes"]:
         """The logits of each image with cells of its own hidden: what training needs, one mask for each image."""
         return self.logits(self.features(images), torch.arange(len(images), device=images.device), hidden)
 

@@ -151,9 +151,7 @@ class SplitViT(SplitModel):
         logits: Tensor = vit.head(vit.head_drop(share @ vit.fc_norm(vit.norm(tokens))))
         return logits
 
-    def under(
-        self, images: Float[Tensor, "b c h w"], hidden: Bool[Tensor, "b h2 w2"]
-    ) -> Float[Tensor, "b classes"]:
+    def under(self, images: Float[Tensor, "b c h w"], hidden: Bool[Tensor, "b h2 w2"]) -> Float[Tensor, "b classes"]:
         """See `SplitModel`. In our flavour no window needs another before the split, so hidden ones are never made."""
         visible = self.lengths(hidden.flatten(1))
         if self.flavour == "published" or len(visible.unique()) > 1:

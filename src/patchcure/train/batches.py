@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,18 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from patchcure._torchvision import ensure_torchvision
-from patchcure.geometry import Grid
-from patchcure.train.recipe import Augment
-
-
-class Images(Protocol):
-    """A dataset: image and label by number."""
-
-    classes: Sequence[str]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
+from patchcure.images import Data
+from patchcure.models.base import SplitModel
+from patchcure.train.recipe import Augment, Optimiser
 
 
 def split(count: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
@@ -43,34 +34,35 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
     Args:
         data: the dataset.
         chosen: the numbers of the images to learn from.
-        size: the images that the model reads.
-        batch: images in a step, over all processes.
-        part: which of them are this process's.
+        model: says what it reads.
+        optimiser: says how many images are in a step, over all processes, and in each part of it.
+        own: which of a step's images are this process's.
     """
 
     def __init__(
         self,
-        data: Images,
+        data: Data,
         chosen: Sequence[int],
-        size: Grid,
+        model: SplitModel,
         augment: Augment,
-        batch: int,
-        part: slice,
-        classes: int,
+        optimiser: Optimiser,
+        own: range,
         seed: int,
     ) -> None:
         ensure_torchvision()
         from timm.data.mixup import Mixup
         from timm.data.transforms_factory import transforms_imagenet_train
 
-        self.data, self.chosen, self.batch, self.part = data, np.asarray(chosen), batch, part
-        self.classes, self.seed = classes, seed
+        self.data, self.chosen, self.own, self.seed = data, np.asarray(chosen), own, seed
+        self.batch, self.micro = optimiser.batch, optimiser.parts
+        self.classes, self.channels = model.num_classes, len(model.mean)
+        size = model.image
         self.transform: Any = transforms_imagenet_train(
             img_size=(size.height, size.width),
             scale=augment.scale,
             ratio=augment.ratio,
             hflip=augment.flip,
-            color_jitter=None,
+            color_jitter=0.0,
             auto_augment=augment.auto,
             interpolation="bicubic",
             mean=(0.0, 0.0, 0.0),
@@ -80,7 +72,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
             re_mode="pixel",
         )
         self.mixup: Any = (
-            Mixup(augment.mixup, augment.cutmix, label_smoothing=0.0, num_classes=classes)
+            Mixup(augment.mixup, augment.cutmix, label_smoothing=0.0, num_classes=model.num_classes)
             if augment.mixup or augment.cutmix
             else None
         )
@@ -94,18 +86,22 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, step: int) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b classes"]]:
         """This process's images of a step in [0, 1], and their labels as probabilities."""
+        numbers = self.numbers(step)
         images, labels = [], []
-        for place, number in list(enumerate(self.numbers(step)))[self.part]:
+        for place in self.own:
+            item = self.data[numbers[place]]
             reseed(self.seed, 2, step, place)
-            picture, label = self.data[number][:2]
-            images.append(self.transform(picture).clamp(0, 1))
-            labels.append(label)
+            picture = item.image if self.channels == 3 else item.image.convert("L").convert("RGB")
+            images.append(self.transform(picture)[: self.channels].clamp(0, 1))
+            labels.append(item.label)
         batch, target = torch.stack(images), torch.tensor(labels)
         if self.mixup is None:
             return batch, torch.nn.functional.one_hot(target, self.classes).float()
-        reseed(self.seed, 3, step, self.part.start)
-        mixed: tuple[Tensor, Tensor] = self.mixup(batch, target)
-        return mixed
+        mixed = []
+        for start in range(0, len(batch), self.micro):
+            reseed(self.seed, 3, step, self.own.start + start)
+            mixed.append(self.mixup(batch[start : start + self.micro], target[start : start + self.micro]))
+        return torch.cat([images for images, _ in mixed]), torch.cat([labels for _, labels in mixed])
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[tuple[Tensor, Tensor]]:
         """The steps from `first` to before `last`, in order; with workers, made ahead in other processes."""

@@ -50,7 +50,8 @@ def taught(teacher: Point, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b
     training = model.training
     model.eval()
     try:
-        return model(images).log_softmax(1)
+        logits: Tensor = model(images)
+        return logits.log_softmax(1)
     finally:
         model.train(training)
 

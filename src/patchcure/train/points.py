@@ -62,7 +62,9 @@ def pair_groups(masks: MaskSet, together: int) -> tuple[Bool[Tensor, "p h w"], .
         hidden = hidden[first] | hidden[second]
     sizes = hidden.sum((1, 2))
     if bool((sizes == masks.grid.cells).any()):
-        raise ValueError("Some pairs of masks hide every cell: this rule applies one mask at a time, set loss.masks: 1.")
+        raise ValueError(
+            "Some pairs of masks hide every cell: this rule applies one mask at a time, set loss.masks: 1."
+        )
     return tuple(hidden[sizes == size] for size in sizes.unique())
 
 

@@ -31,11 +31,11 @@ class Augment(Part):
 
     scale: tuple[float, float] = (0.7, 1.0)
     ratio: tuple[float, float] = (0.85, 1.18)
-    flip: float = Field(0.5, ge=0, le=1)
+    flip: float = Field(default=0.5, ge=0, le=1)
     auto: str | None = None
-    erase: float = Field(0.0, ge=0, le=1)
-    mixup: float = Field(0.0, ge=0)
-    cutmix: float = Field(0.0, ge=0)
+    erase: float = Field(default=0.0, ge=0, le=1)
+    mixup: float = Field(default=0.0, ge=0)
+    cutmix: float = Field(default=0.0, ge=0)
 
 
 class Data(Part):
@@ -47,7 +47,7 @@ class Data(Part):
     """
 
     train: str
-    validation: int = Field(500, ge=0)
+    validation: int = Field(default=500, ge=0)
     augment: Augment = Augment()
 
 
@@ -64,7 +64,7 @@ class Start(Part):
     instance: str
     options: dict[str, Any] = {}
     weights: str = "scratch"
-    drop_path: float = Field(0.0, ge=0, lt=1)
+    drop_path: float = Field(default=0.0, ge=0, lt=1)
 
 
 class PointChoice(Part):
@@ -78,7 +78,7 @@ class PointChoice(Part):
     """
 
     name: str
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     patch: int | str = "2%"
     masks_per_axis: int | None = None
 
@@ -92,25 +92,39 @@ class Optimiser(Part):
         layer_decay: the factor from each layer to the one before it.
         batch: images in a step, over all processes.
         micro: images that are computed at once; each such part draws its own operating point.
-        samples: images that are seen in all.
+        samples, epochs: how long, in images or in rounds over the data; one of the two.
         warmup: the share of the steps with a rising rate.
         clip: the largest norm of the gradient.
     """
 
     name: str = "adamw"
     lr: float = Field(gt=0)
-    final_lr: float = Field(0.0, ge=0)
-    weight_decay: float = Field(0.05, ge=0)
-    layer_decay: float | None = Field(None, gt=0, le=1)
-    batch: int = Field(64, ge=1)
-    micro: int | None = Field(None, ge=1)
-    samples: int = Field(ge=1)
-    warmup: float = Field(0.05, ge=0, lt=1)
+    final_lr: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.05, ge=0)
+    layer_decay: float | None = Field(default=None, gt=0, le=1)
+    batch: int = Field(default=64, ge=1)
+    micro: int | None = Field(default=None, ge=1)
+    samples: int | None = Field(default=None, ge=1)
+    epochs: float | None = Field(default=None, gt=0)
+    warmup: float = Field(default=0.05, ge=0, lt=1)
     clip: float | None = 1.0
 
     @property
-    def steps(self) -> int:
-        return max(1, self.samples // self.batch)
+    def parts(self) -> int:
+        """The images that are computed at once."""
+        return min(self.micro or self.batch, self.batch)
+
+    def steps(self, images: int) -> int:
+        """How many steps the run has, with so many images to learn from."""
+        return max(1, round((self.samples or (self.epochs or 0) * images) / self.batch))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Optimiser:
+        if (self.samples is None) == (self.epochs is None):
+            raise ValueError("give either samples or epochs")
+        if self.batch % self.parts:
+            raise ValueError(f"micro: parts of {self.micro} do not divide a batch of {self.batch}")
+        return self
 
 
 class Loss(Part):
@@ -129,13 +143,13 @@ class Loss(Part):
     """
 
     kind: Literal["softmax", "bce", "votes", "interval"] = "softmax"
-    smoothing: float = Field(0.1, ge=0, lt=1)
+    smoothing: float = Field(default=0.1, ge=0, lt=1)
     masks: Literal[0, 1, 2] = 2
-    greedy: int = Field(0, ge=0)
-    consistency: float = Field(0.0, ge=0)
+    greedy: int = Field(default=0, ge=0)
+    consistency: float = Field(default=0.0, ge=0)
     teacher: str | None = None
-    margin: float = Field(0.2, gt=0, le=1)
-    worst_share: float = Field(0.7, ge=0, le=1)
+    margin: float = Field(default=0.2, gt=0, le=1)
+    worst_share: float = Field(default=0.7, ge=0, le=1)
 
 
 class Select(Part):
@@ -147,9 +161,9 @@ class Select(Part):
         images: how many held-out images are looked at.
     """
 
-    every: int = Field(500, ge=1)
+    every: int = Field(default=500, ge=1)
     points: tuple[str, ...] = ()
-    images: int = Field(200, ge=1)
+    images: int = Field(default=200, ge=1)
 
 
 class Recipe(Part):
@@ -168,7 +182,7 @@ class Recipe(Part):
     optimiser: Optimiser
     loss: Loss = Loss()
     select: Select = Select()
-    ema: float = Field(0.0, ge=0, lt=1)
+    ema: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -179,6 +193,8 @@ class Recipe(Part):
             raise ValueError("loss.consistency needs loss.teacher, the point that teaches")
         if self.loss.kind in ("votes", "interval") and (self.data.augment.mixup or self.data.augment.cutmix):
             raise ValueError(f"loss.kind {self.loss.kind} needs whole labels: switch mixup and cutmix off")
+        if (self.data.augment.mixup or self.data.augment.cutmix) and self.optimiser.parts % 2:
+            raise ValueError("mixup and cutmix need an even number of images in optimiser.micro (or batch)")
         if self.loss.greedy and not self.loss.masks:
             raise ValueError("loss.greedy looks for the worst masks, but loss.masks is 0")
         if self.select.points and self.data.validation < 1:

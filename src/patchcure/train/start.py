@@ -32,12 +32,13 @@ def network(recipe: Recipe) -> nn.Module:
             fit(defense.model, tensors, start.weights, need_head=False)
     if start.drop_path:
         _drop_paths(backbone, start.drop_path)
-    return backbone
+    found: nn.Module = backbone
+    return found
 
 
 def _drop_paths(backbone: Any, rate: float) -> None:
     """Stochastic depth, from 0 at the first block to `rate` at the last."""
-    from timm.layers import DropPath
+    from timm.layers.drop import DropPath
 
     blocks = getattr(backbone, "blocks", None)
     if not blocks or not hasattr(blocks[0], "drop_path1"):
