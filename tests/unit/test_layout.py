@@ -29,6 +29,7 @@ ORDER = [
     "images",
     "data",
     "records",
+    "shards",
     "evaluate",
     "result",
     "choose",

@@ -38,6 +38,7 @@ class Agreement:
     """
 
     together: ClassVar[int] = 1
+    detects: ClassVar[bool] = True
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """Each mask alone, and none."""

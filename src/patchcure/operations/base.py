@@ -63,6 +63,11 @@ def masks_for(operation: SecureOperation, threat: FeatureThreat) -> MaskSet:
     return masks
 
 
+def detects(operation: SecureOperation) -> bool:
+    """May this operation raise an alarm? One that does says so with a class variable `detects`."""
+    return bool(getattr(operation, "detects", False))
+
+
 def tolerance(logits: Float[Tensor, "j classes"]) -> Float[Tensor, " j"]:
     """How far the difference of two logits may be from itself when it is computed in another batch.
 

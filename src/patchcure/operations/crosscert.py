@@ -53,6 +53,7 @@ class CrossCert:
 
     recovery: DoubleMasking | Challenger = field(default_factory=DoubleMasking)
     together: ClassVar[int] = 2
+    detects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.recovery not in (DoubleMasking(), Challenger()):

@@ -39,6 +39,7 @@ class LocalDetection:
 
     tau: float = 0.0
     together: ClassVar[int] = 1
+    detects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.tau < 1:

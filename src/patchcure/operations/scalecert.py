@@ -45,6 +45,7 @@ class ScaleCert:
 
     share: float = 0.25
     together: ClassVar[int] = 1
+    detects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
