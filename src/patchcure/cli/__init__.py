@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 import patchcure
+from patchcure.cli.evaluate import evaluate
+from patchcure.cli.options import Json, size
 
 if TYPE_CHECKING:
     from patchcure.demo import Result
@@ -24,7 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+for verb in (evaluate,):
+    app.command()(verb)
+
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
 """What a user can cause and mend: shown as one line, without a traceback."""
 
@@ -107,7 +111,7 @@ def describe(
     with torch.device("meta"):
         defense = build(
             name,
-            patch=int(patch) if patch.isdigit() else patch,
+            patch=size(patch),
             patches=patches,
             image_size=image_size,
             masks_per_axis=masks_per_axis,
