@@ -15,6 +15,7 @@ from rich.table import Table
 import patchcure
 from patchcure.cli.evaluate import evaluate
 from patchcure.cli.options import Json, size
+from patchcure.cli.train import train
 
 if TYPE_CHECKING:
     from patchcure.demo import Result
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for verb in (evaluate,):
+for verb in (evaluate, train):
     app.command()(verb)
 
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)

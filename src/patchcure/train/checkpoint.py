@@ -23,6 +23,8 @@ class State:
         average: timm's moving average of the weights, if there is one.
         best: the best certified accuracy on held-out images so far.
         seconds: how long all sittings of the run took.
+        losses: since the last line of the log.
+        history: what was measured on held-out images.
     """
 
     backbone: nn.Module
@@ -31,6 +33,7 @@ class State:
     step: int = 0
     best: float = -1.0
     seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -62,6 +65,7 @@ class State:
             "step": self.step,
             "best": self.best,
             "seconds": self.seconds,
+            "losses": self.losses,
             "history": self.history,
             "backbone": self.backbone.state_dict(),
             "optimiser": self.optimiser.state_dict(),
@@ -80,7 +84,7 @@ class State:
                 "one."
             )
         self.step, self.best, self.seconds = content["step"], content["best"], content["seconds"]
-        self.history = content["history"]
+        self.losses, self.history = content["losses"], content["history"]
         self.backbone.load_state_dict(content["backbone"])
         self.optimiser.load_state_dict(content["optimiser"])
         if self.average is not None:

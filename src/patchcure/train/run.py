@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,17 +118,17 @@ def train(
     steps = recipe.optimiser.steps(len(learn))
     schedule = _schedule(recipe, state.optimiser, steps)
     parameters = [p for p in model.backbone.parameters() if p.requires_grad]
-    losses = []
     clock = time.monotonic() - state.seconds
     for images, labels in batches.steps(state.step, steps, workers):
         schedule.step_update(state.step)
         state.backbone.train()
-        losses.append(_gradients(recipe, points, images.to(where), labels.to(where), state.step, batches.own.start))
-        if not math.isfinite(losses[-1]):
+        loss = _gradients(recipe, points, images.to(where), labels.to(where), state.step, batches.own.start)
+        if not math.isfinite(loss):
             raise FloatingPointError(
-                f"The loss is {losses[-1]} at step {state.step}: use a smaller optimiser.lr or a longer warm-up, in "
+                f"The loss is {loss} at step {state.step}: use a smaller optimiser.lr or a longer warm-up, in "
                 "another folder."
             )
+        state.losses.append(loss)
         world.average(parameters)
         if recipe.optimiser.clip is not None:
             nn.utils.clip_grad_norm_(parameters, recipe.optimiser.clip)
@@ -140,8 +141,8 @@ def train(
         last = state.step == steps
         if state.step % LOG_EVERY == 0 or last:
             rate = state.optimiser.param_groups[-1]["lr"]
-            line = {"step": state.step, "loss": round(sum(losses) / len(losses), 4), "lr": float(f"{rate:.4g}")}
-            losses = []
+            line = {"step": state.step, "loss": round(statistics.fmean(state.losses), 4), "lr": float(f"{rate:.4g}")}
+            state.losses.clear()
             if log is not None:
                 log.add({**line, "seconds": round(state.seconds, 1)})
             if say is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from patchcure.names import build
+from patchcure.names import parse
 from patchcure.train.recipe import Recipe
 from patchcure.zoo import released
 from patchcure.zoo.checkpoint import fit, read
@@ -17,10 +17,8 @@ from patchcure.zoo.checkpoint import fit, read
 def network(recipe: Recipe) -> nn.Module:
     """The network that a recipe starts from; a classifier of another size is left new."""
     start = recipe.start
-    defense = build(
-        start.instance, patch=recipe.points[0].patch, **{**start.options, "pretrained": start.weights == "timm"}
-    )
-    backbone: Any = defense.model.backbone
+    model = parse(start.instance).model(**{**start.options, "pretrained": start.weights == "timm"})
+    backbone: Any = model.backbone
     if start.weights not in ("scratch", "timm"):
         tensors = released.timm_layout(read(Path(start.weights)))
         own = backbone.state_dict()
@@ -29,7 +27,7 @@ def network(recipe: Recipe) -> nn.Module:
                 del tensors[key]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            fit(defense.model, tensors, start.weights, need_head=False)
+            fit(model, tensors, start.weights, need_head=False)
     if start.drop_path:
         _drop_paths(backbone, start.drop_path)
     found: nn.Module = backbone

@@ -106,7 +106,8 @@ def find(name: str | Path) -> Path:
     looked = " and ".join(str(place) for place in places)
     ours = ", ".join(sorted(file.stem for file in WEIGHTS.glob("*.safetensors")))
     raise FileNotFoundError(
-        f"There are no weights at {looked}, and the package brings only {ours}. Give the path of a file written by patchcure.save or of a released "
+        f"There are no weights at {looked}, and the package brings only {ours}. Give the path of a file written by "
+        "patchcure.save or of a released "
         "checkpoint (or put it in the folder $PATCHCURE_HOME); for an instance such as PCURE-ViT14x2-k9 give its "
         "weights= too, or use patchcure.build for new weights."
     )
