@@ -213,3 +213,24 @@ def test_every_shipped_recipe_is_valid() -> None:
     assert found
     for name in found:
         assert Recipe.load(name).name == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
+def test_a_few_steps_of_every_shipped_recipe(name: str, three_colours: Path, tmp_path: Path) -> None:
+    """As it is shipped, but for the data, their classes, the first weights, the length and the size of a batch."""
+    shipped = Recipe.load(name)
+    data, classes = f"folder:{three_colours}", 3
+    if shipped.data.train == "digits":
+        data, classes = "digits", 10
+    small = {
+        "data__train": data,
+        "data__validation": 6 if shipped.data.validation else 0,
+        "start__weights": "scratch",
+        "start__options": {**shipped.start.options, "num_classes": classes},
+        "optimiser": {**shipped.optimiser.model_dump(), "samples": 8, "epochs": None, "batch": 4, "micro": 2},
+        "select__images": 1,
+    }
+    recipe = Recipe.load(name, **small)
+    file = train(recipe, open_data(data, split="train"), tmp_path / "out", workers=0)
+    assert patchcure.load(file).model.num_classes == classes
