@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -139,3 +141,21 @@ def outside() -> Callable[[SplitModel, Tensor, Box], Tensor]:
         return by_cell(model, features)[:, keep]
 
     return select
+
+
+@pytest.fixture
+def three_colours(tmp_path: Path) -> Path:
+    """A folder of small pictures of three classes: red, green and blue with some noise."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    folder = tmp_path / "colours"
+    for split, each in (("train", 8), ("test", 4)):
+        for channel, name in enumerate(("blue", "green", "red")):
+            place = folder / split / name
+            place.mkdir(parents=True)
+            for index in range(each):
+                pixels = random.integers(0, 90, (24, 24, 3), dtype=np.uint8)
+                pixels[..., 2 - channel] += 150
+                Image.fromarray(pixels).save(place / f"{index}.png")
+    return folder

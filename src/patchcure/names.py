@@ -61,6 +61,26 @@ def parse(name: str) -> Name:
     raise ValueError(f"Unknown defense {name!r}. Did you mean {' or '.join(near)}? `patchcure names` lists all.")
 
 
+def at_point(instance: str, point: str) -> str:
+    """Another operating point of the same network: a window and a split, or only one of them, or a whole name.
+
+    >>> at_point("PCURE-ViT-Ti-14x2-k12", "2x2-k3")
+    'PCURE-ViT-Ti-2x2-k3'
+    >>> at_point("PCURE-BagNet9-R18-k18", "k9")
+    'PCURE-BagNet9-R18-k9'
+    """
+    base = parse(instance)
+    found = re.fullmatch(r"(?:(\d+)x(\d+))?-?(?:k(\d+))?", point)
+    if not point or found is None or not isinstance(base, ViTName | BagName):
+        return str(parse(point))
+    split = int(found[3]) if found[3] else base.k
+    if isinstance(base, ViTName):
+        return str(replace(base, k=split, window=(int(found[1]), int(found[2])) if found[1] else base.window))
+    if found[1]:
+        raise ValueError(f"{point}: {instance} has no windows; a point of it is a split such as k{base.k}.")
+    return str(replace(base, k=split))
+
+
 def known() -> list[str]:
     """The names of the paper's instances, and of the small ones for small machines."""
     windows = ("14x2", "14x1", "2x2")

@@ -36,6 +36,7 @@ ORDER = [
     "report",
     "predict",
     "choose",
+    "train",
     "cli",
 ]
 

@@ -18,6 +18,7 @@ from patchcure.cli.evaluate import evaluate
 from patchcure.cli.options import Json, size
 from patchcure.cli.predict import predict
 from patchcure.cli.report import plot, reproduce, table
+from patchcure.cli.train import train
 
 if TYPE_CHECKING:
     from patchcure.demo import Result
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for verb in (evaluate, predict, choose, table, plot, reproduce):
+for verb in (evaluate, predict, choose, train, table, plot, reproduce):
     app.command()(verb)
 
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)

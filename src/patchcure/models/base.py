@@ -107,6 +107,10 @@ class SplitModel(nn.Module, ABC):
             rows += [self.masked(prepared, images[part], flat[part]) for part in group.split(self.max_jobs)]
         return torch.cat(rows)[order.argsort()]
 
+    def under(self, images: Float[Tensor, "b c h w"], hidden: Bool[Tensor, "b h2 w2"]) -> Float[Tensor, "b classes"]:
+        """The logits of each image with cells of its own hidden: what training needs, one mask for each image."""
+        return self.logits(self.features(images), torch.arange(len(images), device=images.device), hidden)
+
     def by_cell(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells d"]:
         """The features of each cell, in the order of the flattened grid; a model that keeps them otherwise says how."""
         if features.shape[1] != self.grid.cells:

@@ -13,7 +13,7 @@ from patchcure._torchvision import ensure_torchvision
 from patchcure.geometry import Box, Grid, pair
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD, LINEAR_JOBS, SplitModel, visible_sum
 from patchcure.models.blocks import heads, is_plain
-from patchcure.models.lrf import Shared, drop_hidden, pooled_blocks, zero_hidden
+from patchcure.models.lrf import Shared, drop_hidden, pooled_blocks, visible_windows, zero_hidden
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -150,6 +150,23 @@ class SplitViT(SplitModel):
             return self._head(share @ tokens)
         logits: Tensor = vit.head(vit.head_drop(share @ vit.fc_norm(vit.norm(tokens))))
         return logits
+
+    def under(self, images: Float[Tensor, "b c h w"], hidden: Bool[Tensor, "b h2 w2"]) -> Float[Tensor, "b classes"]:
+        """See `SplitModel`. In our flavour no window needs another before the split, so hidden ones are never made."""
+        visible = self.lengths(hidden.flatten(1))
+        if self.flavour == "published" or len(visible.unique()) > 1:
+            return super().under(images, hidden)
+        vit: Any = self.backbone
+        tokens = self._windows(self._embed(images))
+        kept = visible_windows(hidden.flatten(1))
+        x = tokens[torch.arange(len(images), device=images.device)[:, None], kept]
+        x = vit.norm_pre(x).flatten(0, 1)
+        for block in vit.blocks[: self.k]:
+            x = block(x)
+        x = x.reshape(len(images), -1, x.shape[-1])
+        for block in vit.blocks[self.k :]:
+            x = block(x)
+        return self._head(x.mean(1))
 
     def local_logits(self, features: Float[Tensor, "b windows ..."]) -> Float[Tensor, "b windows classes"]:
         if self.k < self.depth:

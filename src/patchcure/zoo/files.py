@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import fields
@@ -15,7 +16,7 @@ from patchcure._atomic import write_atomically
 from patchcure.ablations import Ablation
 from patchcure.defense import Defense
 from patchcure.geometry import Grid
-from patchcure.names import build
+from patchcure.names import at_point, build
 from patchcure.operations import OPERATIONS
 from patchcure.preprocess import Resize
 from patchcure.threat import PatchThreat
@@ -23,6 +24,8 @@ from patchcure.zoo import config, released
 from patchcure.zoo.checkpoint import Tensors, fit, read
 
 KEY = "patchcure"
+WEIGHTS = Path(__file__).parent
+"""Weights that come with the package, each with its card: NAME.safetensors and NAME.json."""
 KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (Ablation, PatchThreat, Grid, Resize, *(type(operation) for operation in OPERATIONS.values()))
@@ -35,10 +38,13 @@ def load(name_or_file: str | Path, *, weights: str | Path | None = None, **optio
 
     Args:
         name_or_file: one of
-            a file written by `save`;
+            weights that come with the package (``elastic-vit-ti-cifar10``);
+            a file written by `save` or by training;
             a released checkpoint, whose name tells what it is (``vitsrf14x2_split9_masked.pth.tar``);
             a config with the ending ``.yaml``, as `patchcure choose` writes it;
             the name of an instance (``PCURE-ViT14x2-k9``) together with `weights`.
+            The first three may be followed by a colon and another operating point of the same network:
+            ``elastic-vit-ti-cifar10:14x2-k9``, ``mine.safetensors:k6``, or a whole name after the colon.
         weights: the file with an instance's weights: released, timm's, or MAE's. A file without a classifier (MAE
             pretraining) leaves the head new, with a warning.
         **options: as for `patchcure.build`; they override what the file says.
@@ -48,22 +54,27 @@ def load(name_or_file: str | Path, *, weights: str | Path | None = None, **optio
     >>> defense = build("PCURE-ViT-Ti-6x1-k3", image_size=96, num_classes=10, patch=16)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(defense, f"{folder}/mine.safetensors")
-    ...     again = load(f"{folder}/mine.safetensors", operation="challenger")
-    >>> len(again.masks)
-    5
+    ...     again = load(f"{folder}/mine.safetensors:2x2-k0", operation="challenger")
+    >>> len(again.masks), again.model.k
+    (4, 0)
     """
     if weights is not None:
         defense = build(str(name_or_file), **options)
         fit(defense.model, released.timm_layout(read(Path(weights))), str(weights), need_head=False)
         return defense
-    file = find(name_or_file)
+    place, point = _point(str(name_or_file))
+    file = find(place)
     if file.suffix == ".yaml":
         return _configured(file, options)
-    if file.suffix == ".safetensors" and (recipe := _recipe(file)) is not None:
-        return _filled({**recipe, **options}, read(file), file.name)
+    check(file)
+    recipe = _recipe(file) if file.suffix == ".safetensors" else None
     tensors = read(file)
-    name, known = released.instance(file.name, tensors)
-    return _filled({"name": name, **known, **options}, released.timm_layout(tensors), file.name)
+    if recipe is None:
+        name, known = released.instance(file.name, tensors)
+        recipe, tensors = {"name": name, **known}, released.timm_layout(tensors)
+    if point:
+        recipe |= {"name": at_point(recipe["name"], point), "operation": None}
+    return _filled({**recipe, **options}, tensors, file.name)
 
 
 def save_config(defense: Defense, weights: str | Path, file: str | Path, comment: str = "") -> None:
@@ -101,17 +112,25 @@ def holds(file: str | Path) -> str | None:
         return None
 
 
+def _point(name: str) -> tuple[str, str]:
+    """What stands before and after the colon; a file may have colons in its name."""
+    place, colon, point = name.rpartition(":")
+    return (place, point) if colon and not Path(name).exists() else (name, "")
+
+
 def find(name: str | Path) -> Path:
-    """The file itself, or the file of that name in the folder $PATCHCURE_HOME."""
+    """The file itself, or the file of that name in the folder $PATCHCURE_HOME, or among the package's weights."""
     places = [Path(name)]
     if home := os.environ.get("PATCHCURE_HOME"):
         places.append(Path(home) / name)
-    for place in places:
+    for place in [*places, WEIGHTS / f"{name}.safetensors"]:
         if place.is_file():
             return place
     looked = " and ".join(str(place) for place in places)
+    ours = ", ".join(sorted(file.stem for file in WEIGHTS.glob("*.safetensors")))
     raise FileNotFoundError(
-        f"There are no weights at {looked}. Give the path of a file written by patchcure.save or of a released "
+        f"There are no weights at {looked}, and the package brings only {ours}. Give the path of a file written by "
+        "patchcure.save or of a released "
         "checkpoint (or put it in the folder $PATCHCURE_HOME); for an instance such as PCURE-ViT14x2-k9 give its "
         "weights= too, or use patchcure.build for new weights."
     )
@@ -130,6 +149,20 @@ def _configured(file: Path, options: dict[str, Any]) -> Defense:
     if Path(weights).is_file():
         return load(model, weights=weights, **chosen)
     return load(weights, name=model, **chosen)
+
+
+def check(file: Path) -> None:
+    """Compare a file with the card beside it, if there is one; weights that were changed are refused."""
+    card = file.with_suffix(".json")
+    if file.suffix != ".safetensors" or not card.is_file():
+        return
+    wanted = json.loads(card.read_text()).get("sha256")
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if wanted not in (None, found):
+        raise ValueError(
+            f"{file} has the sha256 {found}, but its card {card.name} says {wanted}: get the weights again, or delete "
+            "the card if they are your own."
+        )
 
 
 def _filled(recipe: dict[str, Any], tensors: Tensors, source: str) -> Defense:

@@ -1,0 +1,103 @@
+"""`patchcure train`: what a recipe says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from patchcure.cli.options import Json
+
+if TYPE_CHECKING:
+    from patchcure.train.run import Say
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or one of the recipes in the package by its name.")],
+    data: Annotated[
+        str | None, typer.Option(help="The data, instead of the recipe's: folder:DIR, cifar10, ...")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="What to start from, instead of the recipe's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder. [default: train-output/NAME]")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a value: --set optimiser.samples=1000; may be repeated.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes that prepare images.", min=0)] = 1,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: cuda if there is one]")] = None,
+    save_every: Annotated[int, typer.Option(help="Steps between two checkpoints.", min=1)] = 200,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's files too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train one set of weights for all operating points of a recipe; run again, it goes on where it was."""
+    import torch
+
+    from patchcure.data import open_data
+    from patchcure.train import Recipe
+    from patchcure.train import train as run
+
+    changes = dict(_change(text) for text in change or [])
+    if data is not None:
+        changes["data__train"] = data
+    if weights is not None:
+        changes["start__weights"] = weights
+    chosen = Recipe.load(recipe, **changes)
+    folder = out or Path("train-output") / chosen.name
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with _shown(chosen.name, folder if tensorboard else None) as say:
+        file = run(
+            chosen,
+            open_data(chosen.data.train, split="train"),
+            folder,
+            workers=workers,
+            device=device,
+            save_every=save_every,
+            say=say,
+        )
+    typer.echo(json.dumps({"weights": str(file), "card": str(file.with_suffix(".json"))}) if as_json else file)
+
+
+def _change(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set: expected KEY=VALUE such as optimiser.samples=1000, got {text!r}.")
+    return key.replace(".", "__"), yaml.safe_load(value)
+
+
+@contextmanager
+def _shown(name: str, board: Path | None) -> Iterator[Say]:
+    """Progress on stderr, and TensorBoard's files if they are wanted."""
+    writer: Any = None
+    if board is not None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ModuleNotFoundError("--tensorboard needs tensorboard: pip install tensorboard.") from error
+        writer = SummaryWriter(board)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(name, total=None, loss="–")
+
+        def say(step: int, steps: int, line: dict[str, Any]) -> None:
+            bar.update(task, total=steps, completed=step, loss=line["loss"])
+            if not console.is_terminal:
+                print(f"{name}: step {step} of {steps}, loss {line['loss']}", file=sys.stderr, flush=True)
+            if writer is not None:
+                for key in ("loss", "lr"):
+                    writer.add_scalar(key, line[key], step)
+
+        yield say
+    if writer is not None:
+        writer.close()

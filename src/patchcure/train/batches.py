@@ -1,0 +1,121 @@
+"""Augmented batches that depend only on the seed and the step, so that a resumed run sees the same ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from patchcure._torchvision import ensure_torchvision
+from patchcure.images import Data
+from patchcure.models.base import SplitModel
+from patchcure.train.recipe import Augment, Optimiser
+
+
+def split(count: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
+    """Numbers of the images to learn from and of those that are held out, the same for the same seed."""
+    if held_out >= count:
+        raise ValueError(f"data.validation: {held_out} of {count} training images would leave none to learn from.")
+    order = np.random.default_rng(seed).permutation(count).tolist()
+    return sorted(order[held_out:]), sorted(order[:held_out])
+
+
+class Batches(Dataset[tuple[Tensor, Tensor]]):
+    """The augmented images of each step.
+
+    Every random choice is made from the seed and the image's place in the run, never from what came before.
+
+    Args:
+        data: the dataset.
+        chosen: the numbers of the images to learn from.
+        model: says what it reads.
+        optimiser: says how many images are in a step, over all processes, and in each part of it.
+        own: which of a step's images are this process's.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        chosen: Sequence[int],
+        model: SplitModel,
+        augment: Augment,
+        optimiser: Optimiser,
+        own: range,
+        seed: int,
+    ) -> None:
+        ensure_torchvision()
+        from timm.data.mixup import Mixup
+        from timm.data.transforms_factory import transforms_imagenet_train
+
+        self.data, self.chosen, self.own, self.seed = data, np.asarray(chosen), own, seed
+        self.batch, self.micro = optimiser.batch, optimiser.parts
+        self.classes, self.channels = model.num_classes, len(model.mean)
+        size = model.image
+        self.transform: Any = transforms_imagenet_train(
+            img_size=(size.height, size.width),
+            scale=augment.scale,
+            ratio=augment.ratio,
+            hflip=augment.flip,
+            color_jitter=0.0,
+            auto_augment=augment.auto,
+            interpolation="bicubic",
+            mean=(0.0, 0.0, 0.0),
+            std=(1.0, 1.0, 1.0),
+            normalize=True,
+            re_prob=augment.erase,
+            re_mode="pixel",
+        )
+        self.mixup: Any = (
+            Mixup(augment.mixup, augment.cutmix, label_smoothing=0.0, num_classes=model.num_classes)
+            if augment.mixup or augment.cutmix
+            else None
+        )
+
+    def numbers(self, step: int) -> list[int]:
+        """The images of a step: one random order of all images after the other."""
+        place = np.arange(step * self.batch, (step + 1) * self.batch)
+        rounds = place // len(self.chosen)
+        orders = {r: np.random.default_rng((self.seed, 1, r)).permutation(self.chosen) for r in np.unique(rounds)}
+        return [int(orders[r][p % len(self.chosen)]) for r, p in zip(rounds, place, strict=True)]
+
+    def __getitem__(self, step: int) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b classes"]]:
+        """This process's images of a step in [0, 1], and their labels as probabilities."""
+        numbers = self.numbers(step)
+        images, labels = [], []
+        for place in self.own:
+            item = self.data[numbers[place]]
+            reseed(self.seed, 2, step, place)
+            picture = item.image if self.channels == 3 else item.image.convert("L").convert("RGB")
+            images.append(self.transform(picture)[: self.channels].clamp(0, 1))
+            labels.append(item.label)
+        batch, target = torch.stack(images), torch.tensor(labels)
+        if self.mixup is None:
+            return batch, torch.nn.functional.one_hot(target, self.classes).float()
+        mixed = []
+        for start in range(0, len(batch), self.micro):
+            reseed(self.seed, 3, step, self.own.start + start)
+            mixed.append(self.mixup(batch[start : start + self.micro], target[start : start + self.micro]))
+        return torch.cat([images for images, _ in mixed]), torch.cat([labels for _, labels in mixed])
+
+    def steps(self, first: int, last: int, workers: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """The steps from `first` to before `last`, in order; with workers, made ahead in other processes."""
+        return DataLoader(self, batch_size=None, sampler=range(first, last), num_workers=workers)
+
+
+def reseed(*numbers: int) -> None:
+    """Set the generators that timm's and torchvision's augmentations draw from."""
+    state = np.random.SeedSequence(numbers).generate_state(3)
+    random.seed(int(state[0]))
+    np.random.seed(int(state[1]))
+    torch.manual_seed(int(state[2]))
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """Random numbers that depend on these numbers only."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))

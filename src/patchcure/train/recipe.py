@@ -1,0 +1,239 @@
+"""What a training run is made of: a recipe in YAML, checked before anything is computed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+RECIPES = Path(__file__).parent / "recipes"
+"""The recipes that come with the package; each is known by its file's name."""
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Augment(Part):
+    """What happens to an image before the network sees it, all by timm and torchvision.
+
+    Args:
+        scale, ratio: of the random crop, as shares of the image's area and of width to height.
+        flip: how often an image is mirrored.
+        auto: timm's RandAugment (``rand-m9-mstd0.5``) or AutoAugment string.
+        erase: how often a part is erased.
+        mixup, cutmix: their alphas; 0 is off.
+    """
+
+    scale: tuple[float, float] = (0.7, 1.0)
+    ratio: tuple[float, float] = (0.85, 1.18)
+    flip: float = Field(default=0.5, ge=0, le=1)
+    auto: str | None = None
+    erase: float = Field(default=0.0, ge=0, le=1)
+    mixup: float = Field(default=0.0, ge=0)
+    cutmix: float = Field(default=0.0, ge=0)
+
+
+class Data(Part):
+    """The images.
+
+    Args:
+        train: as for `patchcure.data.open_data`.
+        validation: how many training images are held out to choose the weights; never the test set.
+    """
+
+    train: str
+    validation: int = Field(default=500, ge=0)
+    augment: Augment = Augment()
+
+
+class Start(Part):
+    """The network before the first step.
+
+    Args:
+        instance: the name of the first point, which says what the network is.
+        options: as for `patchcure.build`, such as image_size, num_classes, mean and std.
+        weights: ``scratch``, ``timm`` (downloaded by timm), or a file: ours, timm's, MAE's or a released one.
+        drop_path: stochastic depth.
+    """
+
+    instance: str
+    options: dict[str, Any] = {}
+    weights: str = "scratch"
+    drop_path: float = Field(default=0.0, ge=0, lt=1)
+
+
+class PointChoice(Part):
+    """One of the operating points that the same weights shall serve.
+
+    Args:
+        name: an instance, or what `patchcure.load` takes after the colon: ``14x2-k9``.
+        weight: how often it is drawn.
+        patch: the patch that its masks must cover.
+        masks_per_axis: as for `patchcure.build`.
+    """
+
+    name: str
+    weight: float = Field(default=1.0, gt=0)
+    patch: int | str = "2%"
+    masks_per_axis: int | None = None
+
+
+class Optimiser(Part):
+    """timm's optimisers and its cosine schedule with warm-up.
+
+    Args:
+        name: adamw, lamb, sgd or any other of timm's.
+        lr: the peak, for one batch of `batch` images.
+        layer_decay: the factor from each layer to the one before it.
+        batch: images in a step, over all processes.
+        micro: images that are computed at once; each such part draws its own operating point.
+        samples, epochs: how long, in images or in rounds over the data; one of the two.
+        warmup: the share of the steps with a rising rate.
+        clip: the largest norm of the gradient.
+    """
+
+    name: str = "adamw"
+    lr: float = Field(gt=0)
+    final_lr: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.05, ge=0)
+    layer_decay: float | None = Field(default=None, gt=0, le=1)
+    batch: int = Field(default=64, ge=1)
+    micro: int | None = Field(default=None, ge=1)
+    samples: int | None = Field(default=None, ge=1)
+    epochs: float | None = Field(default=None, gt=0)
+    warmup: float = Field(default=0.05, ge=0, lt=1)
+    clip: float | None = 1.0
+
+    @property
+    def parts(self) -> int:
+        """The images that are computed at once."""
+        return min(self.micro or self.batch, self.batch)
+
+    def steps(self, images: int) -> int:
+        """How many steps the run has, with so many images to learn from."""
+        return max(1, round((self.samples or (self.epochs or 0) * images) / self.batch))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Optimiser:
+        if (self.samples is None) == (self.epochs is None):
+            raise ValueError("give either samples or epochs")
+        if self.batch % self.parts:
+            raise ValueError(f"micro: parts of {self.micro} do not divide a batch of {self.batch}")
+        return self
+
+
+class Loss(Part):
+    """What is minimised.
+
+    Args:
+        kind: ``softmax`` (cross-entropy), ``bce`` (each class on its own, as in ResNet strikes back), ``votes``
+            (BagCert: the cells' votes must win by a margin) or ``interval`` (IBP: the worst case over all patches).
+        smoothing: of the labels.
+        masks: how many masks are drawn for each image: 0, 1 or 2.
+        greedy: among how many masks the worst first one, and then the worst second one, is looked for; 0 is random.
+        consistency: the weight of the divergence from the teacher's prediction without masks.
+        teacher: the point that teaches.
+        margin: for ``votes``: by which share of the cells the label must win.
+        worst_share: for ``interval``: the weight of the worst case; the rest is the clean loss.
+    """
+
+    kind: Literal["softmax", "bce", "votes", "interval"] = "softmax"
+    smoothing: float = Field(default=0.1, ge=0, lt=1)
+    masks: Literal[0, 1, 2] = 2
+    greedy: int = Field(default=0, ge=0)
+    consistency: float = Field(default=0.0, ge=0)
+    teacher: str | None = None
+    margin: float = Field(default=0.2, gt=0, le=1)
+    worst_share: float = Field(default=0.7, ge=0, le=1)
+
+
+class Select(Part):
+    """How the weights are chosen: by certified accuracy on the held-out images.
+
+    Args:
+        every: steps between two looks.
+        points: the points that count; their certified accuracies are averaged.
+        images: how many held-out images are looked at.
+    """
+
+    every: int = Field(default=500, ge=1)
+    points: tuple[str, ...] = ()
+    images: int = Field(default=200, ge=1)
+
+
+class Recipe(Part):
+    """A training run, completely.
+
+    >>> recipe = Recipe.load("elastic-vit-ti-cifar10")
+    >>> recipe.optimiser.name
+    'adamw'
+    """
+
+    name: str
+    seed: int = 0
+    data: Data
+    start: Start
+    points: tuple[PointChoice, ...] = Field(min_length=1)
+    optimiser: Optimiser
+    loss: Loss = Loss()
+    select: Select = Select()
+    ema: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        names = [point.name for point in self.points]
+        if wrong := [name for name in (*self.select.points, self.loss.teacher) if name and name not in names]:
+            raise ValueError(f"{', '.join(wrong)}: not among the points {', '.join(names)}")
+        if self.loss.consistency and not self.loss.teacher:
+            raise ValueError("loss.consistency needs loss.teacher, the point that teaches")
+        if self.loss.kind in ("votes", "interval") and (self.data.augment.mixup or self.data.augment.cutmix):
+            raise ValueError(f"loss.kind {self.loss.kind} needs whole labels: switch mixup and cutmix off")
+        if (self.data.augment.mixup or self.data.augment.cutmix) and self.optimiser.parts % 2:
+            raise ValueError("mixup and cutmix need an even number of images in optimiser.micro (or batch)")
+        if self.loss.greedy and not self.loss.masks:
+            raise ValueError("loss.greedy looks for the worst masks, but loss.masks is 0")
+        if self.select.points and self.data.validation < 1:
+            raise ValueError("select.points needs held-out images: data.validation is 0")
+        return self
+
+    @classmethod
+    def load(cls, file: str | Path, **changes: Any) -> Recipe:
+        """Read a recipe from a YAML file, or one that comes with the package by its name.
+
+        Args:
+            file: where it is.
+            **changes: values to put in place of the file's; ``optimiser__samples=1000`` reaches inside.
+        """
+        path = Path(file)
+        if not path.is_file():
+            path = RECIPES / f"{file}.yaml"
+        if not path.is_file():
+            known = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
+            raise FileNotFoundError(f"There is no recipe {file}. Give a YAML file, or one of {known}.")
+        try:
+            content = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is no YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: expected a mapping with name, data, start, points and optimiser.")
+        for key, value in changes.items():
+            *outer, last = key.split("__")
+            inside = content
+            for step in outer:
+                inside = inside.setdefault(step, {})
+            inside[last] = value
+        try:
+            return cls(**content)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors())
+            raise ValueError(f"{path} is no recipe: {wrong}.") from error
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether a checkpoint belongs to this recipe."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()

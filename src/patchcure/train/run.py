@@ -1,0 +1,253 @@
+"""The training loop: resumable at any moment, on one process or many."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from patchcure._atomic import write_atomically
+from patchcure.data import preprocessing
+from patchcure.defense import Defense
+from patchcure.images import Data
+from patchcure.train.batches import Batches, generator, reseed, split
+from patchcure.train.checkpoint import Log, State
+from patchcure.train.losses import masked_loss
+from patchcure.train.points import Point, choose, elastic
+from patchcure.train.recipe import Recipe
+from patchcure.train.start import network
+from patchcure.zoo.files import save
+
+LOG_EVERY = 20
+"""Steps between two lines of the log."""
+
+Say = Callable[[int, int, dict[str, Any]], None]
+"""Told after some steps: the step, how many there are, and the line of the log."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together, as torchrun starts them."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def join(cls) -> World:
+        """Meet the others, if there are any."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        return cls(int(os.environ.get("RANK", "0")), size)
+
+    def share(self, batch: int) -> range:
+        """Which images of a step are this process's."""
+        if batch % self.size:
+            raise ValueError(f"optimiser.batch: {batch} images cannot be dealt to {self.size} processes.")
+        each = batch // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients over all processes."""
+        if self.size == 1:
+            return
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        parts = (flat / self.size).split([grad.numel() for grad in grads])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+def train(
+    recipe: Recipe,
+    data: Data,
+    out: str | Path,
+    *,
+    workers: int = 1,
+    device: str | None = None,
+    save_every: int = 200,
+    say: Say | None = None,
+) -> Path:
+    """Train what a recipe says, and write the weights to ``out/NAME.safetensors`` with a card beside them.
+
+    Run again after an interruption, it goes on from its last checkpoint. On one process the weights at the end are
+    those of an undisturbed run, bit for bit, because every random choice depends only on the seed and the step.
+
+    Args:
+        recipe: see `Recipe.load`.
+        data: the training split, see `patchcure.data.open_data`.
+        out: the folder for checkpoint, log, weights and card.
+        workers: processes that prepare images.
+        device: where to compute; by default CUDA if there is one.
+        save_every: steps between two checkpoints.
+        say: told about the progress.
+
+    Returns:
+        The file with the weights, for `patchcure.load`.
+    """
+    world = World.join()
+    out = Path(out)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.manual_seed(recipe.seed)
+    points = elastic(recipe, network(recipe))
+    model = points[0].defense.model
+    _fits(data, model.num_classes)
+    learn, held = split(len(data), recipe.data.validation, recipe.seed)
+    batches = Batches(
+        data, learn, model, recipe.data.augment, recipe.optimiser, world.share(recipe.optimiser.batch), recipe.seed
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    for point in points:
+        point.defense.to(where)
+    state = State.new(recipe, model.backbone)
+    checkpoint, fingerprint = out / "checkpoint.pt", _fingerprint(recipe, data)
+    if checkpoint.is_file():
+        state.read(checkpoint, fingerprint)
+    log = Log(out / "log.jsonl", state.step) if world.rank == 0 else None
+    steps = recipe.optimiser.steps(len(learn))
+    schedule = _schedule(recipe, state.optimiser, steps)
+    parameters = [p for p in model.backbone.parameters() if p.requires_grad]
+    clock = time.monotonic() - state.seconds
+    for images, labels in batches.steps(state.step, steps, workers):
+        schedule.step_update(state.step)
+        state.backbone.train()
+        loss = _gradients(recipe, points, images.to(where), labels.to(where), state.step, batches.own.start)
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"The loss is {loss} at step {state.step}: use a smaller optimiser.lr or a longer warm-up, in "
+                "another folder."
+            )
+        state.losses.append(loss)
+        world.average(parameters)
+        if recipe.optimiser.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, recipe.optimiser.clip)
+        state.optimiser.step()
+        state.optimiser.zero_grad()
+        state.step += 1
+        state.seconds = time.monotonic() - clock
+        if state.average is not None:
+            state.average.update(state.backbone, step=state.step)
+        last = state.step == steps
+        if state.step % LOG_EVERY == 0 or last:
+            rate = state.optimiser.param_groups[-1]["lr"]
+            line = {"step": state.step, "loss": round(statistics.fmean(state.losses), 4), "lr": float(f"{rate:.4g}")}
+            state.losses.clear()
+            if log is not None:
+                log.add({**line, "seconds": round(state.seconds, 1)})
+            if say is not None:
+                say(state.step, steps, line)
+        if log is None:
+            continue
+        if recipe.select.points and (state.step % recipe.select.every == 0 or last):
+            _look(recipe, state, data, held, out)
+            log.add(state.history[-1])
+        if state.step % save_every == 0 or last:
+            state.write(checkpoint, fingerprint)
+    if log is not None:
+        _finish(recipe, state, data, out)
+    return out / f"{recipe.name}.safetensors"
+
+
+def _gradients(recipe: Recipe, points: Sequence[Point], images: Tensor, labels: Tensor, step: int, first: int) -> float:
+    """The gradients of one batch and its loss; each part of it draws its own point and masks."""
+    teacher = next((point for point in points if point.name == recipe.loss.teacher), None)
+    micro = recipe.optimiser.parts
+    total = 0.0
+    for start in range(0, len(images), micro):
+        random = generator(recipe.seed, 4, step, first + start)
+        reseed(recipe.seed, 5, step, first + start)
+        x, y = images[start : start + micro], labels[start : start + micro]
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
+            loss = masked_loss(choose(points, random), x, y, recipe.loss, teacher, random) * len(x) / len(images)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _schedule(recipe: Recipe, optimiser: torch.optim.Optimizer, steps: int) -> Any:
+    from timm.scheduler.cosine_lr import CosineLRScheduler
+
+    chosen = recipe.optimiser
+    return CosineLRScheduler(
+        optimiser,
+        t_initial=steps,
+        lr_min=chosen.final_lr,
+        warmup_t=round(chosen.warmup * steps),
+        warmup_lr_init=chosen.lr / 100,
+        t_in_epochs=False,
+    )
+
+
+def _fits(data: Data, classes: int) -> None:
+    """Refuse data with other classes than the model's, or with a class that has no image."""
+    if len(data.classes) != classes:
+        raise ValueError(
+            f"{data.name} has {len(data.classes)} classes, the model {classes}: set start.options.num_classes to "
+            f"{len(data.classes)}."
+        )
+    found = set(data.labels)
+    if empty := [name for number, name in enumerate(data.classes) if number not in found]:
+        raise ValueError(f"{data.name} has no training image of {', '.join(empty[:5])}: add some or remove the class.")
+
+
+def _fingerprint(recipe: Recipe, data: Data) -> str:
+    return hashlib.sha256(f"{recipe.fingerprint} {data.fingerprint}".encode()).hexdigest()
+
+
+def _look(recipe: Recipe, state: State, data: Data, held: Sequence[int], out: Path) -> None:
+    """Measure certified accuracy on held-out images; write the weights if they are the best so far."""
+    scores = {}
+    for point in elastic(recipe, state.weights):
+        if point.name in recipe.select.points:
+            scores[point.name] = accuracy(point.defense.eval(), data, held[: recipe.select.images])
+    mean = sum(certified for _, certified in scores.values()) / len(scores)
+    state.history.append({"step": state.step, "certified": round(mean, 4), "points": scores})
+    if mean >= state.best:
+        state.best = mean
+        _save(recipe, state, out)
+
+
+def accuracy(defense: Defense, data: Data, numbers: Sequence[int], batch: int = 50) -> tuple[float, float]:
+    """Clean and certified accuracy on some images."""
+    prepare, device = preprocessing(defense), defense.model.mean.device
+    right = safe = 0
+    for start in range(0, len(numbers), batch):
+        items = [data[number] for number in numbers[start : start + batch]]
+        images = torch.stack([prepare(item.image) for item in items]).to(device)
+        labels = torch.tensor([item.label for item in items], device=device)
+        right += int((defense.predict(images).labels == labels).sum())
+        safe += int(defense.certify(images, labels, detail="verdict").certified.sum())
+    return round(right / len(numbers), 4), round(safe / len(numbers), 4)
+
+
+def _save(recipe: Recipe, state: State, out: Path) -> None:
+    save(elastic(recipe, state.weights)[0].defense, out / f"{recipe.name}.safetensors")
+
+
+def _finish(recipe: Recipe, state: State, data: Data, out: Path) -> None:
+    """Write the weights if nothing chose among them, and the card."""
+    if not recipe.select.points:
+        _save(recipe, state, out)
+    weights = out / f"{recipe.name}.safetensors"
+    card = {
+        "name": recipe.name,
+        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "data": {"name": data.name, "split": data.split, "images": len(data), "fingerprint": data.fingerprint},
+        "recipe": recipe.model_dump(mode="json"),
+        "hours": round(state.seconds / 3600, 2),
+        "torch": torch.__version__,
+        "held_out": state.history,
+    }
+    write_atomically(out / f"{recipe.name}.json", (json.dumps(card, indent=2) + "\n").encode())

@@ -1,0 +1,236 @@
+"""Training: batches and masks that depend only on seed and step, losses, recipes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import patchcure
+from patchcure.data import open_data
+from patchcure.train import Recipe, train
+from patchcure.train.batches import Batches, generator, split
+from patchcure.train.losses import interval_loss, masked_loss, taught
+from patchcure.train.points import elastic, worst_pairs
+from patchcure.train.recipe import RECIPES, Loss
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "data": {"train": "folder", "validation": 6, "augment": {"mixup": 0.2, "erase": 0.5, "auto": "rand-m5"}},
+    "start": {
+        "instance": "PCURE-ViT-Ti-6x1-k12",
+        "options": {"image_size": 96, "num_classes": 3, "mean": [0.5] * 3, "std": [0.5] * 3},
+        "drop_path": 0.1,
+    },
+    "points": [{"name": "6x1-k12", "patch": 16}, {"name": "2x2-k6", "patch": 16}, {"name": "6x1-k0", "patch": 16}],
+    "optimiser": {"lr": 1e-3, "batch": 4, "micro": 2, "samples": 16},
+    "select": {"every": 2, "points": ["6x1-k12"], "images": 6},
+    "ema": 0.9,
+}
+
+
+@pytest.fixture
+def small() -> Recipe:
+    return Recipe(**SMALL)
+
+
+def test_under_is_the_model_under_a_mask() -> None:
+    torch.manual_seed(0)
+    for window, k in (((6, 1), 12), ((2, 2), 5), ((6, 1), 0)):
+        name = f"PCURE-ViT-Ti-{window[0]}x{window[1]}-k{k}"
+        model = patchcure.build(name, image_size=96, num_classes=3, patch=16).model
+        hidden = torch.zeros(2, model.grid.height, model.grid.width, dtype=torch.bool)
+        hidden[0, 0, 0] = hidden[1, -1, -1] = True
+        images = torch.rand(2, 3, 96, 96)
+        assert torch.allclose(
+            model.under(images, hidden), model.logits(model.features(images), torch.arange(2), hidden), atol=1e-5
+        )
+        hidden[0, 0, 1] = True  # now they hide unequally many
+        assert torch.allclose(
+            model.under(images, hidden), model.logits(model.features(images), torch.arange(2), hidden), atol=1e-5
+        )
+
+
+def test_points_share_one_network(small: Recipe) -> None:
+    points = elastic(small)
+    assert len({id(point.defense.model.backbone) for point in points}) == 1
+    assert [point.defense.model.grid.cells for point in points] == [6, 9, 6]
+
+
+def test_a_draw_hides_a_pair_of_masks_and_equally_many_cells_for_all(small: Recipe) -> None:
+    for point in elastic(small):
+        masks = point.defense.masks.hidden
+        pairs = {(a | b).numpy().tobytes() for a in masks for b in masks}
+        drawn = [hidden for seed in range(30) for hidden in point.draw(4, generator(seed))]
+        assert {hidden.numpy().tobytes() for hidden in drawn} == pairs
+        assert all(len(point.draw(8, generator(seed)).sum((1, 2)).unique()) == 1 for seed in range(10))
+
+
+def test_greedy_masks_are_the_worst_ones(small: Recipe) -> None:
+    """With all masks as candidates: no first mask is worse, and no second one given it."""
+    torch.manual_seed(1)
+    defense = elastic(small)[1].defense.eval()
+    images, labels = torch.rand(3, 3, 96, 96), torch.tensor([0, 1, 2])
+    table = defense.masks.hidden
+    found = worst_pairs(defense, images, labels, 2, len(table), generator(0))
+
+    def loss(image: int, hidden: torch.Tensor) -> float:
+        with torch.no_grad():
+            logits = defense.model.under(images[image : image + 1], hidden[None])
+        return float(torch.nn.functional.cross_entropy(logits, labels[image : image + 1]))
+
+    for image in range(3):
+        first = max(table, key=lambda mask: loss(image, mask))
+        assert loss(image, found[image]) == pytest.approx(max(loss(image, first | mask) for mask in table), abs=1e-5)
+
+
+def test_batches_depend_on_seed_and_step_only(small: Recipe, three_colours: Path) -> None:
+    data = open_data(f"folder:{three_colours}", split="train")
+    model = elastic(small)[0].defense.model
+
+    def batches(own: range) -> Batches:
+        return Batches(data, range(len(data)), model, small.data.augment, small.optimiser, own, 7)
+
+    whole = batches(range(4))
+    later = list(whole.steps(2, 4, workers=1))
+    again = [whole[3], whole[2]][::-1]
+    halves = [batches(range(2))[2], batches(range(2, 4))[2]]
+    for (images, labels), (same, known) in zip(later, again, strict=True):
+        assert torch.equal(images, same) and torch.equal(labels, known)
+    assert torch.equal(torch.cat([images for images, _ in halves]), later[0][0])
+    assert later[0][0].min() >= 0 and later[0][0].max() <= 1
+    seen = [number for step in range(6) for number in whole.numbers(step)]
+    assert sorted(seen) == list(range(24)), "an epoch sees every image once"
+
+
+def test_held_out_images_are_apart() -> None:
+    learn, held = split(10, 3, seed=0)
+    assert len(held) == 3 and sorted(learn + held) == list(range(10))
+    with pytest.raises(ValueError, match="would leave none"):
+        split(3, 3, seed=0)
+
+
+def test_consistency_pulls_towards_the_teacher(small: Recipe) -> None:
+    torch.manual_seed(0)
+    points = elastic(small)
+    images, labels = torch.rand(4, 3, 96, 96), torch.eye(3)[[0, 1, 2, 0]]
+    plain = masked_loss(points[0], images, labels, Loss(), None, generator(0))
+    loss = Loss(consistency=2.0, teacher="6x1-k0")
+    taughtful = masked_loss(points[0], images, labels, loss, points[2], generator(0))
+    hidden = points[0].draw(4, generator(0))
+    target, own = taught(points[2], images), points[0].defense.model.under(images, hidden).log_softmax(1)
+    divergence = (target.exp() * (target - own)).sum(1).mean()
+    assert (taughtful - plain).item() == pytest.approx(2 * divergence.item(), rel=1e-4)
+
+
+def test_interval_loss_is_above_the_loss_of_every_patch() -> None:
+    torch.manual_seed(0)
+    defense = patchcure.build("IBP-CNN", image_size=12, in_chans=1, mean=[0.0], std=[1.0], patch=2)
+    images, labels = torch.rand(8, 1, 12, 12), torch.eye(10)[torch.arange(8)]
+    bound = interval_loss(defense, images, labels, Loss(worst_share=1.0), generator(3))
+    boxes = list(defense.masks.threat.locations())
+    places = torch.randint(len(boxes), (8,), generator=generator(3)).tolist()
+    for _ in range(50):
+        attacked = images.clone()
+        for row, place in enumerate(places):
+            box = boxes[place]
+            attacked[row, :, box.top : box.bottom, box.left : box.right] = torch.rand(1, box.height, box.width).round()
+        assert torch.nn.functional.cross_entropy(defense(attacked), labels) <= bound
+
+
+@pytest.mark.parametrize("change", [{}, {"masks": 1, "greedy": 2, "kind": "bce"}])
+def test_it_learns(small: Recipe, three_colours: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    """Three colours are told apart after a few steps, and the file holds a defense."""
+    recipe = Recipe(
+        **{
+            **SMALL,
+            "data": {"train": "folder", "validation": 6},
+            "optimiser": {**SMALL["optimiser"], "samples": 160, "batch": 8, "micro": 4},
+            "loss": change,
+            "select": {"every": 20, "points": ["6x1-k12", "6x1-k0"], "images": 6},
+        }
+    )
+    heard: list[int] = []
+    file = train(
+        recipe,
+        open_data(f"folder:{three_colours}", split="train"),
+        tmp_path / "out",
+        workers=0,
+        say=lambda step, steps, line: heard.append(step),
+    )
+    defense = patchcure.load(file, name="PCURE-ViT-Ti-2x2-k6", patch=16)
+    data = open_data(f"folder:{three_colours}", split="test")
+    images = torch.stack([patchcure.data.preprocessing(defense)(item.image) for item in data])
+    labels = torch.tensor(list(data.labels))
+    assert (defense.predict(images).labels == labels).float().mean() > 0.9
+    assert heard == [20]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimiser": {"lr": 1e-3}}, "either samples or epochs"),
+        ({"optimiser": {"lr": 1e-3, "samples": 10, "batch": 4, "micro": 3}}, "do not divide"),
+        ({"loss": {"consistency": 1.0}}, "loss.teacher"),
+        ({"loss": {"kind": "interval"}}, "mixup and cutmix off"),
+        ({"select": {"points": ["2x2-k1"]}}, "not among the points"),
+        ({"colour": "red"}, "colour"),
+        ({"points": []}, "points"),
+    ],
+)
+def test_a_wrong_recipe_is_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(yaml.safe_dump({**SMALL, **change}))
+    with pytest.raises(ValueError, match=message):
+        Recipe.load(file)
+
+
+def test_what_does_not_fit_is_refused(small: Recipe, three_colours: Path, tmp_path: Path) -> None:
+    data = open_data(f"folder:{three_colours}", split="train")
+    four = Recipe(**{**SMALL, "start": {**SMALL["start"], "options": {"image_size": 96, "num_classes": 4}}})
+    with pytest.raises(ValueError, match="has 3 classes, the model 4"):
+        train(four, data, tmp_path / "a")
+    (three_colours / "train" / "yellow").mkdir()
+    with pytest.raises(ValueError, match="no training image of yellow"):
+        train(four, open_data(f"folder:{three_colours}", split="train"), tmp_path / "b")
+    wild = Recipe(**{**SMALL, "optimiser": {**SMALL["optimiser"], "lr": 1e30, "clip": None, "warmup": 0.0}})
+    (three_colours / "train" / "yellow").rmdir()
+    with pytest.raises(FloatingPointError, match=r"smaller optimiser\.lr"):
+        train(wild, data, tmp_path / "c", workers=0)
+    train(small, data, tmp_path / "d", workers=0)
+    other = Recipe(**{**SMALL, "seed": 1})
+    with pytest.raises(ValueError, match="another recipe"):
+        train(other, data, tmp_path / "d", workers=0)
+    with pytest.raises(FileNotFoundError, match="elastic-vit-ti-cifar10"):
+        Recipe.load("no-such-recipe")
+
+
+def test_every_shipped_recipe_is_valid() -> None:
+    found = sorted(file.stem for file in RECIPES.glob("*.yaml"))
+    assert found
+    for name in found:
+        assert Recipe.load(name).name == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
+def test_a_few_steps_of_every_shipped_recipe(name: str, three_colours: Path, tmp_path: Path) -> None:
+    """As it is shipped, but for the data, their classes, the first weights, the length and the size of a batch."""
+    shipped = Recipe.load(name)
+    data, classes = f"folder:{three_colours}", 3
+    if shipped.data.train == "digits":
+        data, classes = "digits", 10
+    small = {
+        "data__train": data,
+        "data__validation": 6 if shipped.data.validation else 0,
+        "start__weights": "scratch",
+        "start__options": {**shipped.start.options, "num_classes": classes},
+        "optimiser": {**shipped.optimiser.model_dump(), "samples": 8, "epochs": None, "batch": 4, "micro": 2},
+        "select__images": 1,
+    }
+    recipe = Recipe.load(name, **small)
+    file = train(recipe, open_data(data, split="train"), tmp_path / "out", workers=0)
+    assert patchcure.load(file).model.num_classes == classes
