@@ -37,14 +37,12 @@ class Progress:
 
     Args:
         done, total: images of this process.
-        begun: how many were there when it started.
         clean, certified: shares of right and of certified answers so far.
         waiting: what is being waited for, if anything.
     """
 
     done: int
     total: int
-    begun: int
     clean: float
     certified: float
     waiting: str = ""
@@ -105,16 +103,16 @@ def evaluate(
     if (rows := finished(out, head, blocks)) is not None:
         return Records(head, tuple(rows)) if shard.rank == 0 else None
     with Journal(shard.path(out), head, shard.of(blocks)) as journal, ThreadPoolExecutor(READERS) as readers:
-        total, begun = sum(map(len, journal.blocks)), len(journal.rows)
-        progress(_progress(journal.rows, total, begun))
+        total = sum(map(len, journal.blocks))
+        progress(_progress(journal.rows, total))
         for block in journal.remaining:
             journal.append(_records(defense, data, block, undefended, detail, readers))
-            progress(_progress(journal.rows, total, begun))
+            progress(_progress(journal.rows, total))
         rows = journal.rows
     if shard.rank:
         return None
     if shard.world > 1:
-        own = _progress(rows, total, begun)
+        own = _progress(rows, total)
         rows = merge(out, head, blocks, shard.world, wait, lambda text: progress(replace(own, waiting=text)))
     return Records(head, tuple(rows))
 
@@ -233,11 +231,11 @@ def _rounded(margin: float) -> float | None:
     return float(f"{margin:.{DIGITS}g}") if math.isfinite(margin) else None
 
 
-def _progress(rows: Sequence[Record], total: int, begun: int) -> Progress:
+def _progress(rows: Sequence[Record], total: int) -> Progress:
     count = max(1, len(rows))
     clean = sum(row.prediction == row.label for row in rows) / count
     certified = sum(row.certified for row in rows) / count
-    return Progress(len(rows), total, begun, clean, certified)
+    return Progress(len(rows), total, clean, certified)
 
 
 def _sha256(content: bytes) -> str:
