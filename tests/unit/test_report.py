@@ -269,14 +269,14 @@ def test_other_mistakes_are_one_clear_line(tmp_path: Path) -> None:
 def test_reproduce_runs_what_there_are_weights_for(tmp_path: Path) -> None:
     weights, out = tmp_path / "weights", tmp_path / "out"
     weights.mkdir()
-    defense = build("PCURE-ViT-Ti-8x1-k12", image_size=8, patch_size=1, num_classes=10, patch=3)
+    defense = build("IBP-CNN", image_size=16, num_classes=10, patch=5)
     save(defense, weights / "mine.safetensors")
     sheet, skipped = reproduce("main", "digits", weights, out, limit=3, shown=lambda name: nullcontext(print))
-    assert row_of(sheet, "PCURE-ViT-Ti-8x1-k12 (ours)")["n"] == 3
+    assert row_of(sheet, "IBP-CNN (ours)")["n"] == 3
     assert "PCURE-ViT14x2-k9: no weights for PCURE-ViT14x2-k9 in" in "\n".join(skipped)
     assert len(skipped) == 25 and not any("\n" in line for line in skipped)
-    found = Result.load(out / "PCURE-ViT-Ti-8x1-k12-digits.json")
-    assert found.threat.text == "one patch of 2x2 pixels anywhere on 8x8" and found.speed is not None
+    found = Result.load(out / "IBP-CNN-digits.json")
+    assert found.threat.text == "one patch of 3x3 pixels anywhere on 16x16" and found.speed is not None
 
 
 def test_the_plan_of_a_table(tmp_path: Path) -> None:
