@@ -269,20 +269,19 @@ def test_other_mistakes_are_one_clear_line(tmp_path: Path) -> None:
 def test_reproduce_runs_what_there_are_weights_for(tmp_path: Path) -> None:
     weights, out = tmp_path / "weights", tmp_path / "out"
     weights.mkdir()
-    defense = build("PCURE-ViT-Ti-1x1-k12", image_size=8, patch_size=1, num_classes=10, patch=3)
+    defense = build("IBP-CNN", image_size=16, num_classes=10, patch=5)
     save(defense, weights / "mine.safetensors")
     sheet, skipped = reproduce("main", "digits", weights, out, limit=3, shown=lambda name: nullcontext(print))
-    assert row_of(sheet, "PCURE-ViT-Ti-1x1-k12 (ours)")["n"] == 3
+    assert row_of(sheet, "IBP-CNN (ours)")["n"] == 3
     assert "PCURE-ViT14x2-k9: no weights for PCURE-ViT14x2-k9 in" in "\n".join(skipped)
     assert len(skipped) == 25 and not any("\n" in line for line in skipped)
-    found = Result.load(out / "PCURE-ViT-Ti-1x1-k12-digits.json")
-    assert found.threat.text == "one patch of 2x2 pixels anywhere on 8x8" and found.speed is not None
+    found = Result.load(out / "IBP-CNN-digits.json")
+    assert found.threat.text == "one patch of 3x3 pixels anywhere on 16x16" and found.speed is not None
 
 
 def test_the_plan_of_a_table(tmp_path: Path) -> None:
-    for name in ("vitsrf14x2_masked.pth.tar", "PatchGuard-BagNet33.safetensors", "mae_masked.pth.tar", "notes.txt"):
+    for name in ("vitsrf14x2_masked.pth.tar", "PatchGuard-BagNet33.pth", "mae_masked.pth.tar", "notes.txt"):
         (tmp_path / name).touch()
-    (tmp_path / "PatchGuard-BagNet33.safetensors").rename(tmp_path / "PatchGuard-BagNet33.pth")
     jobs = {(job.instance, job.operation): job.file.name for job in plan("backbones", "imagenet", tmp_path).jobs}
     assert jobs == {
         ("PatchCleanser-ViT-B", None): "mae_masked.pth.tar",
@@ -295,6 +294,7 @@ def test_the_plan_of_a_table(tmp_path: Path) -> None:
     assert [(job.instance, job.operation) for job in detect.jobs] == [
         ("PCURE-ViT14x2-k12", "minority-reports"),
         ("MR-ViT-B", None),
+        ("PatchGuard++-BagNet33", None),
     ]
     with pytest.raises(ValueError, match="cifar10 is in cifar and datasets"):
         plan("main", "cifar10", tmp_path)

@@ -44,8 +44,9 @@ def place(axis: Axes, named: Sequence[tuple[Spot, str, str]], lines: Sequence[Se
         text = axis.annotate(name, spot, (0, 0), textcoords="offset points", fontsize=7, color=colour)
         text.set_in_layout(False)
         size = np.array(text.get_window_extent().size) + 2 * unit
-        for kept, radii in ((points + names + drawn, RADII[:7]), (points + names, RADII)):
-            found = _free(pixel, size, unit, frame, np.array(kept), others, radii)
+        strict = (points + names + drawn, others, RADII[:7])
+        for kept, uncrossed, radii in (strict, (points + names, others, RADII), (points + names, others[:0], RADII)):
+            found = _free(pixel, size, unit, frame, np.array(kept), uncrossed, radii)
             if found is not None:
                 break
         text.remove()
