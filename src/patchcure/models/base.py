@@ -87,6 +87,10 @@ class SplitModel(nn.Module, ABC):
         """How much of each job is visible, in the unit of the model's work; jobs of equal length go together."""
         return (~hidden).sum(1)
 
+    def at_once(self, length: int) -> int:
+        """How many jobs of this length `masked` should take at once: at most `max_jobs`."""
+        return self.max_jobs
+
     def logits(
         self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j h w"]
     ) -> Float[Tensor, "j classes"]:
@@ -102,7 +106,8 @@ class SplitModel(nn.Module, ABC):
         order = visible.argsort(stable=True)
         rows = []
         for group in order.split(_runs(visible[order])):
-            rows += [self.masked(prepared, images[part], flat[part]) for part in group.split(self.max_jobs)]
+            parts = -(-len(group) // self.at_once(int(visible[group[0]])))
+            rows += [self.masked(prepared, images[part], flat[part]) for part in group.tensor_split(parts)]
         return torch.cat(rows)[order.argsort()]
 
     def by_cell(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells d"]:
