@@ -24,6 +24,7 @@ ORDER = [
     "zoo",
     "attack",
     "benchmark",
+    "benchmark_record",
     "picture",
     "demo",
     "cli",

@@ -131,8 +131,9 @@ class SplitModel(nn.Module, ABC):
                 f"Expected a grid of at most {LOCAL_CELLS} cells for an operation that asks every cell alone, got "
                 f"{self.grid.height}x{self.grid.width}: split the model at a later layer or use larger windows."
             )
-        images = torch.arange(len(features), device=features.device).repeat_interleave(cells)
-        others = ~torch.eye(cells, dtype=torch.bool, device=features.device)
+        device = job_device(features)
+        images = torch.arange(len(features), device=device).repeat_interleave(cells)
+        others = ~torch.eye(cells, dtype=torch.bool, device=device)
         hidden = others.view(cells, self.grid.height, self.grid.width).repeat(len(features), 1, 1)
         return self.logits(features, images, hidden).view(len(features), cells, self.num_classes)
 
