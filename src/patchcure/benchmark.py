@@ -244,9 +244,10 @@ def _alternate(rounds: int, *turns: Turn) -> list[list[float]]:
 
 
 def _reference_round(defense: Defense, images: Tensor) -> None:
-    """The first round as the plain reference does it."""
+    """The first round as the plain reference does it; one plain pass for a rule without masks."""
+    nothing = torch.zeros(1, defense.model.grid.height, defense.model.grid.width, dtype=torch.bool)
     for image in images:
-        for hidden in defense.masks.hidden:
+        for hidden in defense.masks.hidden if len(defense.masks) else nothing:
             reference.label(defense.model, image, hidden)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,13 +23,13 @@ class Record:
     """What `patchcure bench --out` writes.
 
     Args:
-        command: the arguments that measured it.
+        commands: what measured it, one after the other.
         cpu, threads: the processor, and how many threads it ran.
         versions: of what decides the speed.
         rows: the measurements.
     """
 
-    command: str
+    commands: tuple[str, ...]
     cpu: str
     threads: int
     versions: dict[str, str]
@@ -40,16 +40,30 @@ class Record:
         """These rows, measured just now by these arguments."""
         versions = {"patchcure": patchcure.__version__, "torch": torch.__version__, "timm": version("timm")}
         versions["python"] = platform.python_version()
-        return cls(" ".join(["patchcure", *arguments]), _cpu(), torch.get_num_threads(), versions, tuple(rows))
+        return cls((" ".join(["patchcure", *arguments]),), _cpu(), torch.get_num_threads(), versions, tuple(rows))
 
     @classmethod
     def read(cls, file: Path) -> Record:
         """A record from its file."""
         try:
             content = json.loads(file.read_text("utf-8"))
-            return cls(**{**content, "rows": tuple(Row(**row) for row in content["rows"])})
+            return cls(
+                **{
+                    **content,
+                    "commands": tuple(content["commands"]),
+                    "rows": tuple(Row(**row) for row in content["rows"]),
+                }
+            )
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{file}: expected what `patchcure bench --out` writes, got {error}.") from error
+
+    def after(self, earlier: Record) -> Record:
+        """These rows after those of an earlier record, of which they replace the ones of the same name and batch."""
+        if (earlier.cpu, earlier.threads, earlier.versions) != (self.cpu, self.threads, self.versions):
+            raise ValueError("The record was measured on another machine or with other versions: choose another file.")
+        new = {(row.name, row.batch) for row in self.rows}
+        kept = [row for row in earlier.rows if (row.name, row.batch) not in new]
+        return replace(self, commands=(*earlier.commands, *self.commands), rows=(*kept, *self.rows))
 
     def write(self, file: Path) -> None:
         """Write it for `read`."""
@@ -82,7 +96,7 @@ def markdown(record: Record) -> str:
     """The record as a table for a page."""
     lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(cells, record.rows)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\n{record.caption}: `{record.command}`"
+    return f"{table}\n\n{record.caption}"
 
 
 def _cpu() -> str:

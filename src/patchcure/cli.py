@@ -147,7 +147,7 @@ def bench(
     rounds: Annotated[int, typer.Option(help="How often defended and undefended take turns.", min=1)] = 7,
     flavour: Annotated[str | None, typer.Option(help="ours or published, for networks that have both.")] = None,
     reference: Annotated[bool, typer.Option("--reference", help="Time the plain reference too.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write a record of it to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a record to this file, or add to it.")] = None,
     show: Annotated[Path | None, typer.Option(help="Show such a record instead of measuring.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for a page.")] = False,
     as_json: Json = False,
@@ -171,6 +171,7 @@ def bench(
             rows = list(measure(names or [], batch or [4], rounds, reference, **options))
         record = Record.now(sys.argv[1:], rows)
     if out is not None:
+        record = record.after(Record.read(out)) if out.exists() else record
         record.write(out)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in record.rows], indent=2))

@@ -1,0 +1,34 @@
+"""The certificate is that of the plain all-pairs loop on trained weights; at k = L nothing loops over masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from patchcure import Defense, PatchThreat, SplitResNet, demo, reference
+from patchcure.models.bagnet import DESIGNS, BagResNet
+
+
+@pytest.mark.parametrize("k", demo.SPLITS)
+def test_verdicts_of_the_plain_loop(k: int) -> None:
+    images, labels = (part[:30] for part in demo.digits("test"))
+    defense = Defense(demo.split_vit(demo.network(), demo.WINDOW, k), demo.THREAT)
+    plain = [reference.certify(defense.model, x, defense.masks, int(y)) for x, y in zip(images, labels, strict=True)]
+    assert 0 < sum(plain) < len(plain)
+    assert defense.certify(images, labels, detail="verdict").strict.tolist() == plain
+
+
+def test_all_pairs_of_a_bagnet_are_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """441 masks, 97,461 pairs, of a BagNet17 with few channels at 224 pixels."""
+    design = DESIGNS[50]
+    network = BagResNet(design, design.kernels[17], sum(design.blocks), num_classes=5, width=2)
+    model = SplitResNet(network, 224, 50)
+    defense = Defense(model, PatchThreat.square("2%", 224))
+    assert defense.masks.pairs == 97_461
+    calls = []
+    masked = model.masked
+    monkeypatch.setattr(model, "masked", lambda *jobs: calls.append(len(jobs[1])) or masked(*jobs))
+    image = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    defense.certify(image, defense.predict(image).labels, detail="margins")
+    assert sum(calls) == 97_461 + 441
+    assert len(calls) < 60
