@@ -29,6 +29,9 @@ class Defense(nn.Module):
             ablations of a vote, or none.
         operation: how predictions under masks become a label.
 
+    To compile it, replace the two halves of its model: ``model.features = torch.compile(model.features)``, and
+    ``logits`` likewise.
+
     `recipe` holds the arguments of `patchcure.build` where that made the defense.
 
     >>> from patchcure import AnyClassifier, PatchThreat

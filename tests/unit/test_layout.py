@@ -25,6 +25,7 @@ ORDER = [
     "zoo",
     "attack",
     "benchmark",
+    "benchmark_record",
     "picture",
     "demo",
     "images",

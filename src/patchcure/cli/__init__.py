@@ -40,7 +40,7 @@ MISTAKES = (ValueError, OSError, ImportError, FloatingPointError)
 def main() -> None:
     """Run the command line; a mistake of the user is one line on stderr and exit code 2."""
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(args=spread(sys.argv[1:]), standalone_mode=False))
     except MISTAKES as error:
         message = str(error)
     except KeyboardInterrupt:
@@ -52,6 +52,22 @@ def main() -> None:
     if message:
         print("patchcure:", " ".join(message.split()), file=sys.stderr)
     sys.exit(2)
+
+
+def spread(arguments: list[str]) -> list[str]:
+    """Repeat --batch before each of the numbers that follow it.
+
+    >>> spread(["bench", "--batch", "1", "4", "--json"])
+    ['bench', '--batch', '1', '--batch', '4', '--json']
+    """
+    result: list[str] = []
+    several = False
+    for argument in arguments:
+        several = argument == "--batch" or (several and argument.isdigit())
+        if several and argument.isdigit() and result[-1] != "--batch":
+            result.append("--batch")
+        result.append(argument)
+    return result
 
 
 def version(asked: bool) -> None:
@@ -133,43 +149,49 @@ def describe(
 
 @app.command()
 def bench(
-    names: Annotated[list[str], typer.Argument(help="Instances; `patchcure names` lists them.")],
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Batch sizes; may be given several times. [default: 4]")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Instances; `patchcure names` lists them.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch sizes, such as 1 4 8 32. [default: 4]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
     rounds: Annotated[int, typer.Option(help="How often defended and undefended take turns.", min=1)] = 7,
-    flavour: Annotated[str, typer.Option(help="ours or published.")] = "ours",
+    flavour: Annotated[str | None, typer.Option(help="ours or published, for networks that have both.")] = None,
+    reference: Annotated[bool, typer.Option("--reference", help="Time the plain reference too.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write a record to this file, or add to it.")] = None,
+    show: Annotated[Path | None, typer.Option(help="Show such a record instead of measuring.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for a page.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure instances beside their undefended networks, turn by turn: speed, work and memory."""
     import torch
 
     from patchcure.benchmark import bench as measure
+    from patchcure.benchmark_record import COLUMNS, Record, cells
+    from patchcure.benchmark_record import markdown as page
 
+    if (show is None) == (not names):
+        raise ValueError("Expected names of instances to measure, or a record to --show.")
     if threads is not None:
         torch.set_num_threads(threads)
-    with Console(stderr=True).status("Measuring"):
-        rows = list(measure(names, batch or [4], rounds, flavour=flavour))
+    if show is not None:
+        record = Record.read(show)
+    else:
+        options = {} if flavour is None else {"flavour": flavour}
+        with Console(stderr=True).status("Measuring"):
+            rows = list(measure(names or [], batch or [4], rounds, reference, **options))
+        record = Record.now(sys.argv[1:], rows)
+    if out is not None:
+        record = record.after(Record.read(out)) if out.exists() else record
+        record.write(out)
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        typer.echo(json.dumps([asdict(row) for row in record.rows], indent=2))
         return
-    sheet = Table(caption=f"{torch.get_num_threads()} threads, median of {rounds} rounds")
-    sheet.add_column("instance", overflow="fold")
-    for title in ("batch", "img/s", "relative", "attacked img/s", "ms", "GMAC", "MB", "of attainable"):
-        sheet.add_column(title, justify="right")
-    for row in rows:
-        sheet.add_row(
-            row.name,
-            str(row.batch),
-            f"{row.throughput:.2f}",
-            f"{row.relative:.3f} ({row.relative_low:.2f}–{row.relative_high:.2f})",
-            f"{row.attacked:.2f}",
-            f"{row.latency_ms:.0f}",
-            f"{row.gmacs:.1f}",
-            f"{row.peak_mb:.0f}",
-            f"{row.of_attainable:.2f}",
-        )
+    if markdown:
+        typer.echo(page(record))
+        return
+    sheet = Table(caption=record.caption)
+    for title in COLUMNS:
+        sheet.add_column(title, justify="left" if title == COLUMNS[0] else "right", overflow="fold")
+    for row in record.rows:
+        sheet.add_row(*cells(row))
     Console().print(sheet)
 
 

@@ -89,6 +89,10 @@ class SplitModel(nn.Module, ABC):
         """How much of each job is visible, in the unit of the model's work; jobs of equal length go together."""
         return (~hidden).sum(1)
 
+    def at_once(self, length: int) -> int:
+        """How many jobs of this length `masked` should take at once: at most `max_jobs`."""
+        return self.max_jobs
+
     def logits(
         self, features: Float[Tensor, "b ..."], images: Int[Tensor, " j"], hidden: Bool[Tensor, "j h w"]
     ) -> Float[Tensor, "j classes"]:
@@ -104,7 +108,8 @@ class SplitModel(nn.Module, ABC):
         order = visible.argsort(stable=True)
         rows = []
         for group in order.split(_runs(visible[order])):
-            rows += [self.masked(prepared, images[part], flat[part]) for part in group.split(self.max_jobs)]
+            parts = -(-len(group) // self.at_once(int(visible[group[0]])))
+            rows += [self.masked(prepared, images[part], flat[part]) for part in group.tensor_split(parts)]
         return torch.cat(rows)[order.argsort()]
 
     def under(self, images: Float[Tensor, "b c h w"], hidden: Bool[Tensor, "b h2 w2"]) -> Float[Tensor, "b classes"]:
@@ -132,8 +137,9 @@ class SplitModel(nn.Module, ABC):
                 f"Expected a grid of at most {LOCAL_CELLS} cells for an operation that asks every cell alone, got "
                 f"{self.grid.height}x{self.grid.width}: split the model at a later layer or use larger windows."
             )
-        images = torch.arange(len(features), device=features.device).repeat_interleave(cells)
-        others = ~torch.eye(cells, dtype=torch.bool, device=features.device)
+        device = job_device(features)
+        images = torch.arange(len(features), device=device).repeat_interleave(cells)
+        others = ~torch.eye(cells, dtype=torch.bool, device=device)
         hidden = others.view(cells, self.grid.height, self.grid.width).repeat(len(features), 1, 1)
         return self.logits(features, images, hidden).view(len(features), cells, self.num_classes)
 

@@ -23,7 +23,7 @@ class Shared(NamedTuple):
 def pooled_blocks(blocks: Sequence[nn.Module], x: Float[Tensor, "b n d"]) -> Float[Tensor, "b d"]:
     """The mean token after some blocks whose parts we know (at least one)."""
     for block in blocks[:-1]:
-        x = block(x)
+        x = whole(block, x)
     return feed_pooled(blocks[-1], attend(blocks[-1], x, heads(blocks[-1], x)))
 
 

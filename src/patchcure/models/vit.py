@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from patchcure._torchvision import ensure_torchvision
 from patchcure.geometry import Box, Grid, pair
 from patchcure.models.base import IMAGENET_MEAN, IMAGENET_STD, LINEAR_JOBS, SplitModel, visible_sum
-from patchcure.models.blocks import heads, is_plain
+from patchcure.models.blocks import ACTIVATIONS, heads, is_plain, whole
 from patchcure.models.lrf import Shared, drop_hidden, pooled_blocks, visible_windows, zero_hidden
 
 if TYPE_CHECKING:
@@ -111,9 +111,10 @@ class SplitViT(SplitModel):
         if self.flavour == "published":
             x = torch.cat([vit.cls_token.expand(len(x), -1, -1), x], dim=1)
         x = vit.norm_pre(x)
-        if self.k < self.depth or self.flavour == "published" or not self._fast:
+        fast = self._fast
+        if self.k < self.depth or self.flavour == "published" or not fast:
             for block in vit.blocks[: self.k]:
-                x = block(x)
+                x = whole(block, x) if fast else block(x)
             if self.k == self.depth and self.flavour == "published":
                 x = vit.head(vit.head_drop(vit.fc_norm(vit.norm(x)[:, 1:])))
             if self.k == self.depth:
@@ -132,6 +133,12 @@ class SplitViT(SplitModel):
         if self.k == self.depth:
             return features
         return Shared(features, heads(self.backbone.blocks[self.k], features) if self._fast else None)
+
+    def at_once(self, length: int) -> int:
+        if self.k == self.depth or not self.mean.is_cpu:
+            return self.max_jobs
+        hidden = length * self.window[0] * self.window[1] * 4 * self.backbone.embed_dim
+        return max(1, min(self.max_jobs, ACTIVATIONS // hidden))
 
     def masked(
         self, prepared: Any, images: Int[Tensor, " j"], hidden: Bool[Tensor, "j windows"]
