@@ -29,6 +29,7 @@ from patchcure.operations import (
     SecureOperation,
     Voting,
 )
+from patchcure.operations.base import detects
 
 if TYPE_CHECKING:
     from tests.soundness.conftest import Attackers, Falsified, TinyModel
@@ -126,7 +127,10 @@ def attack(attackers: Attackers, defense: Defense, clean: Tensor, values: int) -
     images = (clean / (values - 1)).view(-1, 1, defense.threat.image.height, defense.threat.image.width)
     proof = defense.certify(images, torch.zeros(len(clean), dtype=torch.long))
     assert not bool((proof.strict & ~proof.certified).any())
-    assert not any(bool((proof.certified & ~safe.flatten(1).all(1)).any()) for safe in proof.safe)
+    everywhere = torch.stack([safe.flatten(1).all(1) for safe in proof.safe]).all(0)
+    assert bool(everywhere[proof.certified].all())
+    if not detects(defense.operation):  # detectors also ask for the right answer on the clean image
+        assert torch.equal(proof.certified, everywhere), "safe at every location, yet not certified"
     found = attackers.falsify(game, clean)
     if not isinstance(defense.operation, HiCert):  # which promises nothing about the clean image
         assert not bool(defense.predict(images).labels[proof.certified].any()), "certified, yet no right label"
@@ -198,16 +202,32 @@ def test_interval_bounds(case: Case, attackers: Attackers) -> None:
 def check(
     defense: Defense, model: TinyModel, attackers: Attackers, record_property: Callable[[str, object], None]
 ) -> None:
-    """Several models, several clean images each."""
+    """Several models, several clean images each; more of them where few are certified."""
     total, certified = attackers.falsified(), 0
-    for seed in range(5):
+    for seed in range(60):
+        if seed >= 5 and certified >= 2:
+            break
         model.draw(seed)
         clean = model.images(6, torch.Generator().manual_seed(seed))
         found, proved = attack(attackers, defense, clean, model.values)
         total, certified = total + found, certified + proved
     assert not total.broken, total.example
     record_property("attacks", total.tried)
-    assert certified and total.tried >= 250, f"{certified} certified, {total.tried} attacks: this shows little"
+    assert certified >= 2 and total.tried >= 250, f"{certified} certified, {total.tried} attacks: this shows little"
+
+
+def test_the_search_alone_catches_the_single_round_claim(attackers: Attackers) -> None:
+    """Too many contents to try: six masks, pairs of which a patch may turn into four labels each."""
+    model = attackers.table(torch.eye(6, dtype=torch.bool), 10 * torch.eye(4))
+    game = model.game(DoubleMasking())
+    assert 4 ** int(game.owned.sum(1).min()) > 1024
+    random = torch.Generator().manual_seed(0)
+    clean = torch.randint(1, 4, (20, game.owned.shape[1]), generator=random)
+    clean = torch.where(torch.rand(clean.shape, generator=random) < 0.3, clean, 0)
+    clean[:, :6] = 0
+    one_round = game.claims(lambda states: (states[:, :6] == 0).all(1))
+    assert attackers.falsify(one_round, clean).broken
+    assert not attackers.falsify(game, clean).broken
 
 
 @pytest.mark.parametrize("name", ["redundant masks", "smaller than designed for", "smaller than designed for in 2-D"])
