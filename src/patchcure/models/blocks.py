@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 ACTIVATIONS = 1 << 22
 """So many numbers between the two layers of an MLP are computed at once on a CPU: they stay near the cache, and their
-memory is used again. Larger pieces come from the system anew each time, a tenth slower."""
+memory is used again. Larger pieces come from the system anew each time."""
 
 ROWS = 256
 """The activation function is applied to so many tokens at a time, in place."""

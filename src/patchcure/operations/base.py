@@ -216,7 +216,7 @@ def largest_side(
         safe: from the masks that hide each group of placements to the groups that are safe.
     """
 
-    def certified(side: int, asked: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
+    def certified(side: int, asked: Bool[Tensor, " b"]) -> Bool[Tensor, " asked"]:
         smaller = threat.with_squares(side).on_features(model.grid, model.corrupted)
         return safe(masks.coverage_of(smaller).covers).all(1)[asked]
 
