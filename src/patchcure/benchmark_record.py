@@ -12,10 +12,8 @@ from pathlib import Path
 import torch
 
 import patchcure
+from patchcure._atomic import write_atomically
 from patchcure.benchmark import Row
-
-COLUMNS = ("instance", "batch", "img/s", "relative", "attacked img/s", "worst", "ms", "GMAC", "MB", "of attainable")
-"""What `cells` shows of a row."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Record:
         """These rows, measured just now by these arguments."""
         versions = {"patchcure": patchcure.__version__, "torch": torch.__version__, "timm": version("timm")}
         versions["python"] = platform.python_version()
-        return cls((" ".join(["patchcure", *arguments]),), _cpu(), torch.get_num_threads(), versions, tuple(rows))
+        return cls((" ".join(["patchcure", *arguments]),), processor(), torch.get_num_threads(), versions, tuple(rows))
 
     @classmethod
     def read(cls, file: Path) -> Record:
@@ -67,8 +65,7 @@ class Record:
 
     def write(self, file: Path) -> None:
         """Write it for `read`."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(self), indent=2) + "\n", "utf-8")
+        write_atomically(file, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
     @property
     def caption(self) -> str:
@@ -76,30 +73,40 @@ class Record:
         return f"{self.cpu}, {self.threads} threads, torch {self.versions['torch']}"
 
 
-def cells(row: Row) -> list[str]:
-    """A row for people, in the order of `COLUMNS`."""
-    return [
-        row.name,
-        str(row.batch),
-        f"{row.throughput:.2f}",
-        f"{row.relative:.3f} ({row.relative_low:.2f}–{row.relative_high:.2f})",
-        f"{row.attacked:.2f}",
-        str(row.worst_evaluations),
-        f"{row.latency_ms:.0f}",
-        f"{row.gmacs:.1f}",
-        f"{row.peak_mb:.0f}",
-        f"{row.of_attainable:.2f}",
-    ]
+def cells(record: Record) -> list[list[str]]:
+    """A record for people: the titles, then a line for each row."""
+    titles = ["instance", "batch", "img/s", "relative", "attacked img/s", "worst", "ms", "GMAC", "MB", "of limit"]
+    compared = any(row.over_reference is not None for row in record.rows)
+    lines = [[*titles, "over reference"] if compared else titles]
+    for row in record.rows:
+        over = ["–" if row.over_reference is None else f"{row.over_reference:.2f}"] if compared else []
+        lines.append(
+            [
+                row.name,
+                str(row.batch),
+                f"{row.throughput:.2f}",
+                f"{row.relative:.3f} ({row.relative_low:.2f}–{row.relative_high:.2f})",
+                f"{row.attacked:.2f}",
+                str(row.worst_evaluations),
+                f"{row.latency_ms:.0f}",
+                f"{row.gmacs:.1f}",
+                f"{row.peak_mb:.0f}",
+                f"{row.of_attainable:.2f}",
+                *over,
+            ]
+        )
+    return lines
 
 
 def markdown(record: Record) -> str:
     """The record as a table for a page."""
-    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(cells, record.rows)]
+    titles, *rows = cells(record)
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\n{record.caption}"
 
 
-def _cpu() -> str:
+def processor() -> str:
     """The processor's name."""
     listing = Path("/proc/cpuinfo")
     if listing.exists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from patchcure._atomic import write_atomically
 from patchcure.benchmark import Speed
+from patchcure.benchmark_record import processor
 from patchcure.records import Header, Record, Records
 
 Z = 1.959963984540054
@@ -183,11 +183,7 @@ def hardware(device: str | torch.device = "cpu") -> str:
     """The processor, in words."""
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{processor()}, {torch.get_num_threads()} threads"
 
 
 def _threat(header: Header) -> Threat:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -164,7 +165,7 @@ def bench(
     import torch
 
     from patchcure.benchmark import bench as measure
-    from patchcure.benchmark_record import COLUMNS, Record, cells
+    from patchcure.benchmark_record import Record, cells
     from patchcure.benchmark_record import markdown as page
 
     if (show is None) == (not names):
@@ -187,11 +188,14 @@ def bench(
     if markdown:
         typer.echo(page(record))
         return
-    sheet = Table(caption=record.caption)
-    for title in COLUMNS:
-        sheet.add_column(title, justify="left" if title == COLUMNS[0] else "right", overflow="fold")
-    for row in record.rows:
-        sheet.add_row(*cells(row))
+    sheet = Table(caption=record.caption, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    lines = cells(record)
+    for title, least in zip(lines[0], (0, 5, 5, 11), strict=False):
+        sheet.add_column(title, justify="right" if sheet.columns else "left", min_width=least, overflow="fold")
+    for title in lines[0][4:]:
+        sheet.add_column(title.replace(" ", "\n"), justify="right")
+    for line in lines[1:]:
+        sheet.add_row(*(cell.replace(" (", "\n(") for cell in line))
     Console().print(sheet)
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from patchcure.cli.options import Batch, Data, Device, Json, Patch, Patches, Seed, Weights, loaded, size
+from patchcure.cli.options import Batch, Change, Data, Device, Json, Patch, Patches, Seed, Weights, loaded, size
 
 if TYPE_CHECKING:
     from patchcure.choose import Choice
@@ -32,6 +32,7 @@ def choose(
     seed: Seed = 0,
     batch: Batch = 16,
     split: Annotated[str, typer.Option(help="val, test or train.")] = "val",
+    change: Change = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the choice, for patchcure.load.")] = None,
     device: Device = "cpu",
     as_json: Json = False,
@@ -41,7 +42,7 @@ def choose(
     from patchcure.data import open_data
 
     found = open_data(data, split=split)  # type: ignore[arg-type]
-    defense = loaded(model, weights, patch, device, len(found.classes), patches=patches)
+    defense = loaded(model, weights, patch, device, len(found.classes), change, patches=patches)
     windows = []
     for text in window or []:
         sides = size(text)

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from patchcure.cli.options import (
     Batch,
+    Change,
     Data,
     Device,
     Json,
@@ -57,6 +58,7 @@ def evaluate(
     operation: Operation = None,
     masks_per_axis: MasksPerAxis = None,
     image_size: Annotated[int | None, typer.Option(help="The model's side, for an instance with --weights.")] = None,
+    change: Change = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The file of records (of several defenses: their folder). [default: in evaluate-output]"),
@@ -86,6 +88,7 @@ def evaluate(
             patch,
             device,
             len(found.classes),
+            change,
             patches=patches,
             operation=operation,
             masks_per_axis=masks_per_axis,

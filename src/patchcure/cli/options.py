@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from patchcure.defense import Defense
 from patchcure.threat import Size
@@ -26,6 +27,10 @@ Data = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Which images, with --limit.")]
 Batch = Annotated[int, typer.Option(help="Images at once.", min=1)]
+Change = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Another option of patchcure.build: --set mean=[0.5,0.5,0.5]; may be repeated."),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
@@ -36,18 +41,32 @@ def size(patch: str) -> Size:
     return int(patch) if patch.isdigit() else patch
 
 
+def setting(text: str) -> tuple[str, Any]:
+    """Read KEY=VALUE, the value as YAML.
+
+    >>> setting("mean=[0.5, 0.5, 0.5]")
+    ('mean', [0.5, 0.5, 0.5])
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set: expected KEY=VALUE, got {text!r}.")
+    return key, yaml.safe_load(value)
+
+
 def loaded(
     name: str,
     weights: Path | None = None,
     patch: str | None = None,
     device: str = "cpu",
     num_classes: int | None = None,
+    change: list[str] | None = None,
     **options: Any,
 ) -> Defense:
     """A defense by name or file; options that are None are left to it.
 
     Args:
         num_classes: of the data; an instance with weights of its own is built for so many.
+        change: further options, as `setting` reads them.
     """
     from patchcure.zoo import load
 
@@ -55,4 +74,5 @@ def loaded(
     if weights is not None:
         options["num_classes"] = num_classes
     given = {key: value for key, value in options.items() if value is not None}
+    given |= dict(map(setting, change or []))
     return load(name, weights=weights, **given).to(device)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcure.cli.options import Device, Json, Operation, Patch, Patches, Weights, loaded
+from patchcure.cli.options import Change, Device, Json, Operation, Patch, Patches, Weights, loaded
 
 if TYPE_CHECKING:
     from patchcure.predict import Answer
@@ -24,6 +24,7 @@ def predict(
     patch: Patch = None,
     patches: Patches = None,
     operation: Operation = None,
+    change: Change = None,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -32,7 +33,7 @@ def predict(
 
     names = None if classes is None else classes.read_text("utf-8").splitlines()
     count = None if names is None else len(names)
-    model = loaded(defense, weights, patch, device, count, patches=patches, operation=operation)
+    model = loaded(defense, weights, patch, device, count, change, patches=patches, operation=operation)
     answers = []
     for answer in predict_files(model, images, class_names(model) if names is None else names, picture):
         answers.append(answer)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from patchcure.cli.options import Json
+from patchcure.cli.options import Json, setting
 
 if TYPE_CHECKING:
     from patchcure.train.run import Say
@@ -44,7 +43,7 @@ def train(
     from patchcure.train import Recipe
     from patchcure.train import train as run
 
-    changes = dict(_change(text) for text in change or [])
+    changes = {key.replace(".", "__"): value for key, value in map(setting, change or [])}
     if data is not None:
         changes["data__train"] = data
     if weights is not None:
@@ -64,13 +63,6 @@ def train(
             say=say,
         )
     typer.echo(json.dumps({"weights": str(file), "card": str(file.with_suffix(".json"))}) if as_json else file)
-
-
-def _change(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--set: expected KEY=VALUE such as optimiser.samples=1000, got {text!r}.")
-    return key.replace(".", "__"), yaml.safe_load(value)
 
 
 @contextmanager
