@@ -130,7 +130,7 @@ def test_interval_loss_is_above_the_loss_of_every_patch() -> None:
     torch.manual_seed(0)
     defense = patchcure.build("IBP-CNN", image_size=12, in_chans=1, mean=[0.0], std=[1.0], patch=2)
     images, labels = torch.rand(8, 1, 12, 12), torch.eye(10)[torch.arange(8)]
-    bound = interval_loss(defense, images, labels, Loss(worst_share=1.0), generator(3))
+    bound = interval_loss(defense, images, labels, 1.0, generator(3))
     boxes = list(defense.masks.threat.locations())
     places = torch.randint(len(boxes), (8,), generator=generator(3)).tolist()
     for _ in range(50):

@@ -20,10 +20,18 @@ def masked_loss(
     loss: Loss,
     teacher: Point | None,
     random: torch.Generator,
+    progress: float = 1.0,
 ) -> Float[Tensor, ""]:
-    """The loss of a point on images under masks of its own; `labels` are probabilities."""
+    """The loss of a point on images under masks of its own.
+
+    Args:
+        labels: as probabilities.
+        teacher: the point that teaches, if there is one.
+        progress: which share of the run is over.
+    """
     if loss.kind == "interval":
-        return interval_loss(point.defense, images, labels, loss, random)
+        share = loss.worst_share * min(1.0, progress / loss.ramp if loss.ramp else 1.0)
+        return interval_loss(point.defense, images, labels, share, random)
     if loss.kind == "votes":
         return votes_loss(point.defense, images, labels, loss.margin)
     hidden = _masks(point, images, labels, loss, random).to(images.device)
@@ -75,10 +83,14 @@ def interval_loss(
     defense: Defense,
     images: Float[Tensor, "b c h w"],
     labels: Float[Tensor, "b classes"],
-    loss: Loss,
+    share: float,
     random: torch.Generator,
 ) -> Float[Tensor, ""]:
-    """IBP (Chiang et al.): cross-entropy of the worst that a patch at a random location could do to the logits."""
+    """IBP (Chiang et al.): cross-entropy of the worst that a patch at a random location could do to the logits.
+
+    Args:
+        share: the weight of that; the rest is the clean loss.
+    """
     model, target = defense.model, labels.argmax(1)
     boxes = list(defense.masks.threat.locations())
     free = torch.zeros(len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device)
@@ -90,4 +102,4 @@ def interval_loss(
     behind = -margins_below(model.backbone, lower, upper, target, images.dtype)
     worst = behind.scatter(1, target[:, None], 0.0).to(images.dtype)
     clean = cross_entropy(model(images), labels)
-    return (1 - loss.worst_share) * clean + loss.worst_share * cross_entropy(worst, target)
+    return (1 - share) * clean + share * cross_entropy(worst, target)

@@ -140,6 +140,8 @@ class Loss(Part):
         teacher: the point that teaches.
         margin: for ``votes``: by which share of the cells the label must win.
         worst_share: for ``interval``: the weight of the worst case; the rest is the clean loss.
+        ramp: for ``interval``: over which share of the run that weight rises from 0; without it the bounds of new
+            weights are so loose that nothing is learned.
     """
 
     kind: Literal["softmax", "bce", "votes", "interval"] = "softmax"
@@ -150,6 +152,7 @@ class Loss(Part):
     teacher: str | None = None
     margin: float = Field(default=0.2, gt=0, le=1)
     worst_share: float = Field(default=0.7, ge=0, le=1)
+    ramp: float = Field(default=0.5, ge=0, le=1)
 
 
 class Select(Part):

@@ -123,7 +123,8 @@ def train(
     for images, labels in batches.steps(state.step, steps, workers):
         schedule.step_update(state.step)
         state.backbone.train()
-        loss = _gradients(recipe, points, images.to(where), labels.to(where), state.step, batches.own.start)
+        inputs = images.to(where), labels.to(where)
+        loss = _gradients(recipe, points, *inputs, state.step, batches.own.start, state.step / steps)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"The loss is {loss} at step {state.step}: use a smaller optimiser.lr or a longer warm-up, in "
@@ -160,7 +161,9 @@ def train(
     return out / f"{recipe.name}.safetensors"
 
 
-def _gradients(recipe: Recipe, points: Sequence[Point], images: Tensor, labels: Tensor, step: int, first: int) -> float:
+def _gradients(
+    recipe: Recipe, points: Sequence[Point], images: Tensor, labels: Tensor, step: int, first: int, progress: float
+) -> float:
     """The gradients of one batch and its loss; each part of it draws its own point and masks."""
     teacher = next((point for point in points if point.name == recipe.loss.teacher), None)
     micro = recipe.optimiser.parts
@@ -170,7 +173,8 @@ def _gradients(recipe: Recipe, points: Sequence[Point], images: Tensor, labels: 
         reseed(recipe.seed, 5, step, first + start)
         x, y = images[start : start + micro], labels[start : start + micro]
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
-            loss = masked_loss(choose(points, random), x, y, recipe.loss, teacher, random) * len(x) / len(images)
+            loss = masked_loss(choose(points, random), x, y, recipe.loss, teacher, random, progress)
+        loss = loss * len(x) / len(images)
         loss.backward()
         total += loss.item()
     return total

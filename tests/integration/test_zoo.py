@@ -1,0 +1,49 @@
+"""Weights that come with the package: whole, and worth what the committed records say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import patchcure
+from patchcure.data import open_data, preprocessing
+from patchcure.records import Records
+from patchcure.zoo.files import WEIGHTS, check
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def test_weights_are_those_of_their_cards() -> None:
+    files = sorted(WEIGHTS.glob("*.safetensors"))
+    assert files
+    for file in files:
+        assert json.loads(file.with_suffix(".json").read_text())["sha256"]
+        check(file)
+
+
+def test_changed_weights_are_refused(tmp_path: Path) -> None:
+    for ending in (".safetensors", ".json"):
+        shutil.copy(WEIGHTS / f"ibp-digits{ending}", tmp_path)
+    file = tmp_path / "ibp-digits.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="its card ibp-digits.json says"):
+        patchcure.load(file)
+
+
+@pytest.mark.parametrize("name", ["ibp-digits"])
+def test_records_are_what_the_weights_give(name: str) -> None:
+    """The first images of the committed records, computed again."""
+    records = Records.read(RESULTS / f"{name}.jsonl")
+    data, defense = open_data(records.header["data"]["name"]), patchcure.load(name)
+    rows = records.rows[:16]
+    images = torch.stack([preprocessing(defense)(data[row.index].image) for row in rows])
+    labels = torch.tensor([row.label for row in rows])
+    assert [data[row.index].sha256 for row in rows] == [row.file for row in rows]
+    assert defense.predict(images).labels.tolist() == [row.prediction for row in rows]
+    assert defense.certify(images, labels, "verdict").certified.tolist() == [row.certified for row in rows]
