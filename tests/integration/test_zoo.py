@@ -32,7 +32,7 @@ def test_changed_weights_are_refused(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ValueError, match="its card ibp-digits.json says"):
+    with pytest.raises(ValueError, match=r"its card ibp-digits\.json says"):
         patchcure.load(file)
 
 
