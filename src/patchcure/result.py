@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -161,6 +161,18 @@ class Result:
             command=command,
             records=file,
         )
+
+    def summary(self) -> dict[str, Any]:
+        """The same for programs, flat: ``clean`` is a number, beside it ``clean_low`` and ``clean_high``, and so on."""
+        flat: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Share):
+                flat |= {field.name: value.value, f"{field.name}_low": value.low, f"{field.name}_high": value.high}
+            else:
+                flat[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        flat["sizes"] = [asdict(size) for size in self.sizes]
+        return flat
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""

@@ -123,7 +123,7 @@ def evaluate(
     if not results:
         return
     if as_json:
-        summary = [asdict(result) for result in results]
+        summary = [result.summary() for result in results]
         typer.echo(json.dumps(summary if len(names) > 1 else summary[0], indent=2))
         return
     Console().print(_table(results))
