@@ -96,6 +96,12 @@ def confidence(logits: Float[Tensor, "j classes"], shift: Float[Tensor, "..."] |
     return torch.sigmoid(top[:, 0] - others + shift)
 
 
+def check_tau(tau: float) -> None:
+    """Refuse what is no threshold of a confidence."""
+    if not 0 <= tau < 1:
+        raise ValueError(f"tau: expected a confidence in [0, 1), got {tau}.")
+
+
 def finite(logits: Float[Tensor, "j classes"]) -> Float[Tensor, "j classes"]:
     """The same logits, which must be finite."""
     if not logits.is_meta and not bool(logits.isfinite().all()):

@@ -13,7 +13,7 @@ from torch import Tensor
 from patchcure.certificate import ALARM, Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import Detail, confidence, largest_square, margins, safe_groups, safe_maps
+from patchcure.operations.base import Detail, check_tau, confidence, largest_square, margins, safe_groups, safe_maps
 from patchcure.operations.local import local_logits, outside, sum_rounding, window_prediction, windows_of
 from patchcure.threat import PatchThreat
 
@@ -43,8 +43,7 @@ class LocalDetection:
     ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau < 1:
-            raise ValueError(f"tau: expected a confidence in [0, 1), got {self.tau}.")
+        check_tau(self.tau)
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """Each cell once."""

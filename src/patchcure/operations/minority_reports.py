@@ -12,7 +12,7 @@ from torch import Tensor
 from patchcure.certificate import ALARM, Certificate, Prediction
 from patchcure.masks import MaskSet
 from patchcure.models.base import SplitModel
-from patchcure.operations.base import Detail, confidence, majority, suspicion, tolerance
+from patchcure.operations.base import Detail, check_tau, confidence, majority, suspicion, tolerance
 from patchcure.operations.one_round import certify_round, clear, one_mask_margins, one_mask_votes
 from patchcure.threat import PatchThreat
 
@@ -39,8 +39,7 @@ class MinorityReports:
     ablation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau < 1:
-            raise ValueError(f"tau: expected a confidence in [0, 1), got {self.tau}.")
+        check_tau(self.tau)
 
     def worst_evaluations(self, model: SplitModel, masks: MaskSet) -> int:
         """Each mask alone."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patchcure._atomic import write_atomically
 from patchcure._torchvision import ensure_torchvision
 from patchcure.train.recipe import Recipe
 
@@ -71,9 +72,9 @@ class State:
             "optimiser": self.optimiser.state_dict(),
             "average": None if self.average is None else self.average.module.state_dict(),
         }
-        part = file.with_name(file.name + ".part")
-        torch.save(content, part)
-        os.replace(part, file)
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        write_atomically(file, buffer.getvalue())
 
     def read(self, file: Path, fingerprint: str) -> None:
         """Go on from a checkpoint, which must be of the same recipe and data."""
