@@ -234,3 +234,14 @@ def test_a_few_steps_of_every_shipped_recipe(name: str, three_colours: Path, tmp
     recipe = Recipe.load(name, **small)
     file = train(recipe, open_data(data, split="train"), tmp_path / "out", workers=0)
     assert patchcure.load(file).model.num_classes == classes
+
+
+def test_searching_and_teaching_leave_the_model_in_training(small: Recipe) -> None:
+    """Stochastic depth and batch statistics are for the step that learns, not for the searches around it."""
+    points = elastic(small)
+    for point in points:
+        point.defense.train()
+    images, labels = torch.rand(2, 3, 96, 96), torch.eye(3)[:2]
+    loss = Loss(greedy=2, consistency=1.0, teacher="6x1-k0")
+    masked_loss(points[0], images, labels, loss, points[2], generator(0))
+    assert all(module.training for point in points for module in point.defense.model.modules())

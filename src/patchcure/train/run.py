@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchcure._atomic import write_atomically
-from patchcure.data import preprocessing
 from patchcure.defense import Defense
+from patchcure.evaluate import pixels
 from patchcure.images import Data
+from patchcure.shards import Shard
 from patchcure.train.batches import Batches, generator, reseed, split
 from patchcure.train.checkpoint import Log, State
 from patchcure.train.losses import masked_loss
@@ -46,10 +46,10 @@ class World:
     @classmethod
     def join(cls) -> World:
         """Meet the others, if there are any."""
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size > 1 and not dist.is_initialized():
+        here = Shard.here()
+        if here.world > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        return cls(int(os.environ.get("RANK", "0")), size)
+        return cls(here.rank, here.world)
 
     def share(self, batch: int) -> range:
         """Which images of a step are this process's."""
@@ -115,6 +115,9 @@ def train(
     checkpoint, fingerprint = out / "checkpoint.pt", _fingerprint(recipe, data)
     if checkpoint.is_file():
         state.read(checkpoint, fingerprint)
+    judged = points if state.average is None else elastic(recipe, state.weights)
+    for point in judged:
+        point.defense.to(where)
     log = Log(out / "log.jsonl", state.step) if world.rank == 0 else None
     steps = recipe.optimiser.steps(len(learn))
     schedule = _schedule(recipe, state.optimiser, steps)
@@ -122,7 +125,8 @@ def train(
     clock = time.monotonic() - state.seconds
     for images, labels in batches.steps(state.step, steps, workers):
         schedule.step_update(state.step)
-        state.backbone.train()
+        for point in points:
+            point.defense.train()
         inputs = images.to(where), labels.to(where)
         loss = _gradients(recipe, points, *inputs, state.step, batches.own.start, state.step / steps)
         if not math.isfinite(loss):
@@ -152,13 +156,13 @@ def train(
         if log is None:
             continue
         if recipe.select.points and (state.step % recipe.select.every == 0 or last):
-            _look(recipe, state, data, held, out)
+            _look(recipe, state, judged, data, held, out)
             log.add(state.history[-1])
         if state.step % save_every == 0 or last:
             state.write(checkpoint, fingerprint)
     if log is not None:
-        _finish(recipe, state, data, out)
-    return out / f"{recipe.name}.safetensors"
+        _finish(recipe, state, judged[0], data, out)
+    return _weights(recipe, out)
 
 
 def _gradients(
@@ -210,41 +214,39 @@ def _fingerprint(recipe: Recipe, data: Data) -> str:
     return hashlib.sha256(f"{recipe.fingerprint} {data.fingerprint}".encode()).hexdigest()
 
 
-def _look(recipe: Recipe, state: State, data: Data, held: Sequence[int], out: Path) -> None:
+def _look(recipe: Recipe, state: State, points: Sequence[Point], data: Data, held: Sequence[int], out: Path) -> None:
     """Measure certified accuracy on held-out images; write the weights if they are the best so far."""
     scores = {}
-    for point in elastic(recipe, state.weights):
+    for point in points:
         if point.name in recipe.select.points:
             scores[point.name] = accuracy(point.defense.eval(), data, held[: recipe.select.images])
     mean = sum(certified for _, certified in scores.values()) / len(scores)
     state.history.append({"step": state.step, "certified": round(mean, 4), "points": scores})
     if mean >= state.best:
         state.best = mean
-        _save(recipe, state, out)
+        save(points[0].defense, _weights(recipe, out))
 
 
 def accuracy(defense: Defense, data: Data, numbers: Sequence[int], batch: int = 50) -> tuple[float, float]:
     """Clean and certified accuracy on some images."""
-    prepare, device = preprocessing(defense), defense.model.mean.device
     right = safe = 0
     for start in range(0, len(numbers), batch):
-        items = [data[number] for number in numbers[start : start + batch]]
-        images = torch.stack([prepare(item.image) for item in items]).to(device)
-        labels = torch.tensor([item.label for item in items], device=device)
+        images, items = pixels(defense, data, numbers[start : start + batch])
+        labels = torch.tensor([item.label for item in items], device=images.device)
         right += int((defense.predict(images).labels == labels).sum())
         safe += int(defense.certify(images, labels, detail="verdict").certified.sum())
     return round(right / len(numbers), 4), round(safe / len(numbers), 4)
 
 
-def _save(recipe: Recipe, state: State, out: Path) -> None:
-    save(elastic(recipe, state.weights)[0].defense, out / f"{recipe.name}.safetensors")
+def _weights(recipe: Recipe, out: Path) -> Path:
+    return out / f"{recipe.name}.safetensors"
 
 
-def _finish(recipe: Recipe, state: State, data: Data, out: Path) -> None:
+def _finish(recipe: Recipe, state: State, first: Point, data: Data, out: Path) -> None:
     """Write the weights if nothing chose among them, and the card."""
     if not recipe.select.points:
-        _save(recipe, state, out)
-    weights = out / f"{recipe.name}.safetensors"
+        save(first.defense, _weights(recipe, out))
+    weights = _weights(recipe, out)
     card = {
         "name": recipe.name,
         "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
