@@ -1,7 +1,8 @@
 """Time certification beside the plain loops over all pairs of masks, on trained weights; verdicts must be equal.
 
-    python scripts/time_certification.py                                           # the demo's digits, every split
-    python scripts/time_certification.py mine.safetensors:14x2-k9 --data cifar10   # anything that patchcure.load takes
+    python scripts/time_certification.py elastic-vit-ti-cifar10:14x2-k9 --data sample:cifar10
+
+Any defense that patchcure.load takes, any data that it can open.
 
 For each: the time of `Defense.certify(detail="verdict")` over that of the reference, which follows the paper's
 pseudocode one pair at a time, and over that of a loop that is already quick (features once, then all ordered pairs of
@@ -16,7 +17,7 @@ import time
 import torch
 from torch import Tensor
 
-from patchcure import Defense, demo, load, reference
+from patchcure import Defense, load, reference
 from patchcure.data import open_data, preprocessing, subset
 
 
@@ -51,18 +52,12 @@ def compare(name: str, defense: Defense, images: Tensor, labels: Tensor) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("defenses", nargs="*", help="as for patchcure.load")
-    parser.add_argument("--data", default="cifar10", help="as for patchcure.data.open_data")
+    parser.add_argument("defenses", nargs="+", help="as for patchcure.load")
+    parser.add_argument("--data", default="sample:cifar10", help="as for patchcure.data.open_data")
     parser.add_argument("--count", type=int, default=20, help="how many images")
     asked = parser.parse_args()
-    if not asked.defenses:
-        images, labels = demo.digits("test")
-        for k in demo.SPLITS:
-            defense = Defense(demo.split_vit(demo.network(), demo.WINDOW, k), demo.THREAT)
-            compare(f"digits k={k}", defense, images[: asked.count], labels[: asked.count])
-    data = open_data(asked.data) if asked.defenses else None
+    data = open_data(asked.data)
     for name in asked.defenses:
-        assert data is not None
         defense = load(name)
         items = [data[index] for index in subset(len(data), asked.count)]
         prepare = preprocessing(defense)

@@ -39,7 +39,7 @@ def open_data(spec: str, root: str | Path | None = None, split: Split = "test") 
             ``imagenet:DIR``: the same, with labels among ImageNet's 1000 by the folders' names: WordNet ids or numbers;
             ``cifar10``, ``cifar100``, ``svhn``: in torchvision's layout (or in class folders) in `root` or ``:DIR``;
             ``hf:NAME`` or ``hf:NAME:CONFIG``: a dataset of the Hugging Face hub (or a local path);
-            ``digits``: scikit-learn's, split as for the demo;
+            ``digits``: scikit-learn's 8x8 pixels, 500 of them for testing;
             ``sample:imagenet``, ``sample:cifar10``, ``sample:cifar100``: 20 images that come with foolbox.
         root: where torchvision's datasets are; by default $PATCHCURE_DATA, else a folder in the user's cache.
         split: ``"val"`` is ``"test"`` where a dataset has only two parts.
@@ -224,15 +224,36 @@ def _hub(name: str, split: str) -> Data:
     return Data(f"hf:{name}", split, classes, known, [str(index) for index in range(len(known))], fetch)
 
 
-def _digits(split: str) -> Data:
-    from patchcure.demo import digits
+TEST_DIGITS, DIGITS_SEED = 500, 0
+"""How many of scikit-learn's digits are the test split, and the seed that chose them."""
 
-    images, labels = digits("train" if split == "train" else "test")
-    pixels = (images * 255).round().byte().permute(0, 2, 3, 1).expand(-1, -1, -1, 3).contiguous().numpy()
+
+def scikit_digits(split: str) -> tuple[Any, Any]:
+    """scikit-learn's digits as arrays: images (n, 8, 8) with values from 0 to 16, and labels; the split is fixed."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ModuleNotFoundError("The digits come with scikit-learn: pip install scikit-learn.") from error
+    import numpy as np
+
+    data = load_digits()
+    order = np.random.RandomState(DIGITS_SEED).permutation(len(data.target))  # frozen by NumPy
+    chosen = order[TEST_DIGITS:] if split == "train" else order[:TEST_DIGITS]
+    return data.images[chosen], data.target[chosen]
+
+
+def _digits(split: str) -> Data:
+    images, labels = scikit_digits(split)
+    pixels = (images[..., None] / 16 * 255).round().astype("uint8").repeat(3, -1)
     return from_arrays("digits", split, list("0123456789"), pixels, labels.tolist())
 
 
-SAMPLES = {"imagenet": 1000, "cifar10": 10, "cifar100": 100}
+SAMPLES: dict[str, tuple[str, ...]] = {
+    "imagenet": tuple(map(str, range(1000))),
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    "cifar100": tuple(map(str, range(100))),
+}
+"""Sets of sample images and the names of their classes; numbers where there are many."""
 
 
 def _sample(name: str) -> Data:
@@ -241,7 +262,7 @@ def _sample(name: str) -> Data:
         raise ValueError(f"sample: expected one of {', '.join(SAMPLES)}, got {name!r}.")
     spec = find_spec("foolbox")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("The sample images come with foolbox: pip install 'patchcure[foolbox]'.")
+        raise ModuleNotFoundError("The sample images come with foolbox: pip install 'patchcure[demo]'.")
     folder = Path(spec.origin).parent / "data"
     items = [(file, int(file.stem.rsplit("_", 1)[1])) for file in sorted(folder.glob(f"{name}_*"))]
-    return from_files(f"sample:{name}", "test", folder, [str(number) for number in range(SAMPLES[name])], items)
+    return from_files(f"sample:{name}", "test", folder, SAMPLES[name], items)

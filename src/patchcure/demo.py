@@ -1,48 +1,32 @@
-"""The demo: small ViTs on scikit-learn's digits, undefended and defended, under a real attack."""
+"""The demo: one trained ViT on photographs of CIFAR-10, undefended and at several operating points, under attack."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from patchcure._torchvision import ensure_torchvision
 from patchcure.attack import PatchAttack
+from patchcure.data import open_data
 from patchcure.defense import Defense
-from patchcure.masks import MaskSet
-from patchcure.models import AnyClassifier, SplitModel, SplitViT
+from patchcure.evaluate import pixels
+from patchcure.models import SplitModel
 from patchcure.picture import picture
-from patchcure.threat import PatchThreat
+from patchcure.zoo import load
 
-if TYPE_CHECKING:
-    from timm.models.vision_transformer import VisionTransformer
-
-SPLIT_SEED = 0
-TEST_IMAGES = 500
-MEAN, STD = (0.305,), (0.376,)
-"""Of the training images' pixels."""
-WINDOW = (1, 1)
-"""A token is one row of the image, 1x8 pixels, and so is a window."""
-SPLITS = (4, 2, 0)
-"""The k that are shown, of a ViT with four blocks."""
-PIXEL_STRIDE = (1, 2)
-"""Pixels between PatchCleanser's masks, down and across."""
-SHOWN = "PCURE-ViT1x1-k2"
-"""The defense in the picture."""
-THREAT = PatchThreat.square(2, image=8)
-ROUNDS, TIMED_IMAGES = 7, 200
+WEIGHTS, DATA = "elastic-vit-ti-cifar10", "sample:cifar10"
+POINTS = ("14x2-k12", "14x2-k9", "14x2-k0", "14x1-k0")
+"""The operating points that are shown, all with the same weights."""
+SHOWN = "14x2-k9"
+"""The one in the picture."""
+ATTACK = PatchAttack(steps=8, trials=2, candidates=12, masks=2)
+ROUNDS, TIMED_IMAGES = 5, 8
 """How often, and on how many images at most, each speed is measured."""
 
 
@@ -80,96 +64,40 @@ class Result:
     seconds: float
 
 
-def run(out: Path, limit: int = 100, say: Callable[[str], None] = lambda text: None) -> Result:
-    """Attack and certify every contestant on the first `limit` test images; write a picture to the folder `out`.
+def run(out: Path, limit: int = 20, say: Callable[[str], None] = lambda text: None) -> Result:
+    """Attack and certify every contestant on the first `limit` images; write a picture to the folder `out`.
 
     Args:
         say: hears what is being done, for a progress line.
     """
-    if not 1 <= limit <= TEST_IMAGES:
-        raise ValueError(f"limit: expected 1 to {TEST_IMAGES} images, got {limit}.")
+    data = open_data(DATA)
+    if not 1 <= limit <= len(data):
+        raise ValueError(f"limit: expected 1 to {len(data)} images, got {limit}.")
     out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    images, labels = (part[:limit] for part in digits("test"))
-    with one_thread():
-        models = contestants(network())
-        say("Measuring speed")
-        speeds = relative_speeds(list(models.values()), images[:TIMED_IMAGES])
-        rows = []
-        for (name, model), speed in zip(models.items(), speeds, strict=True):
-            say(f"Attacking and certifying {name}")
-            attacked = PatchAttack().attack(model, images, labels, THREAT)
-            rows.append(_row(name, model, images, attacked, labels, speed))
-            if name == SHOWN and isinstance(model, Defense):
-                file = out / "decision.png"
-                best = _most_telling(model, images, attacked, labels)
-                picture(model, attacked[best], file, clean=images[best], label=int(labels[best]))
-    return Result(THREAT.describe(), limit, tuple(rows), str(file), round(time.perf_counter() - start, 1))
+    models = contestants()
+    shown = models[SHOWN]
+    assert isinstance(shown, Defense)
+    images, items = pixels(shown, data, range(limit))
+    labels = torch.tensor([item.label for item in items])
+    say("Measuring speed")
+    speeds = relative_speeds(list(models.values()), images[:TIMED_IMAGES])
+    rows = []
+    for (name, model), speed in zip(models.items(), speeds, strict=True):
+        say(f"Attacking and certifying {name}")
+        attacked = ATTACK.attack(model, images, labels, shown.threat)
+        rows.append(_row(name, model, images, attacked, labels, speed))
+        if model is shown:
+            file = out / "decision.png"
+            best = _most_telling(shown, images, attacked, labels)
+            picture(shown, attacked[best], file, clean=images[best], label=int(labels[best]), names=data.classes)
+    return Result(shown.threat.describe(), limit, tuple(rows), str(file), round(time.perf_counter() - start, 1))
 
 
-def digits(split: Literal["train", "test"]) -> tuple[Float[Tensor, "n 1 8 8"], Int[Tensor, " n"]]:
-    """Images in [0, 1] and labels of scikit-learn's digits; the split is fixed."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ModuleNotFoundError("The demo's digits come with scikit-learn: pip install 'patchcure[demo]'.") from error
-    import numpy as np
-
-    data = load_digits()
-    order = np.random.RandomState(SPLIT_SEED).permutation(len(data.target))  # frozen by NumPy, unlike torch.randperm
-    chosen = order[:TEST_IMAGES] if split == "test" else order[TEST_IMAGES:]
-    images = torch.from_numpy(data.images[chosen] / 16).float()[:, None]
-    return images, torch.from_numpy(data.target[chosen]).long()
-
-
-@cache
-def card() -> dict[str, Any]:
-    """What is known about the weights: data, recipe, architecture, numbers, sha256."""
-    content: dict[str, Any] = json.loads((files("patchcure") / "zoo" / "digits.json").read_text("utf-8"))
-    return content
-
-
-def network() -> VisionTransformer:
-    """The trained backbone, after its file was checked against the card."""
-    from safetensors.torch import load
-
-    data = (files("patchcure") / "zoo" / card()["file"]).read_bytes()
-    if (found := hashlib.sha256(data).hexdigest()) != card()["sha256"]:
-        raise ValueError(f"{card()['file']} is damaged: expected sha256 {card()['sha256']}, got {found}. Reinstall.")
-    backbone = new_network(card()["architecture"])
-    backbone.load_state_dict({key: value.float() for key, value in load(data).items()})
-    return backbone.eval()
-
-
-def new_network(architecture: dict[str, Any]) -> VisionTransformer:
-    """A timm ViT of this architecture with new weights."""
-    ensure_torchvision()
-    from timm.models.vision_transformer import VisionTransformer
-
-    return VisionTransformer(**architecture)
-
-
-def split_vit(backbone: VisionTransformer, window: tuple[int, int], k: int) -> SplitViT:
-    """The backbone cut at block k; the same weights serve every window and every k."""
-    return SplitViT(backbone, window, k, mean=MEAN, std=STD, max_jobs=512)
-
-
-def masked_pixels(backbone: VisionTransformer) -> AnyClassifier:
-    """The backbone as PatchCleanser uses it: whole, with masks on the pixels."""
-    whole = SplitViT(backbone, 1, 0, mean=(0.0,), std=(1.0,), max_jobs=512)  # AnyClassifier normalises
-    return AnyClassifier(whole, image=8, num_classes=10, mean=MEAN, std=STD, max_jobs=512)
-
-
-def contestants(backbone: VisionTransformer) -> dict[str, SplitModel | Defense]:
+def contestants() -> dict[str, SplitModel | Defense]:
     """Everything in the demo's table, all with the same weights."""
-    height, width = WINDOW
-    models: dict[str, SplitModel | Defense] = {"undefended": split_vit(backbone, WINDOW, 0)}
-    for k in SPLITS:
-        models[f"PCURE-ViT{height}x{width}-k{k}"] = Defense(split_vit(backbone, WINDOW, k), THREAT)
-    cleanser = masked_pixels(backbone)
-    masks = MaskSet.covering(THREAT.on_features(cleanser.grid, cleanser.corrupted), PIXEL_STRIDE)
-    models["PatchCleanser"] = Defense(cleanser, THREAT, masks)
-    return {name: model.eval() for name, model in models.items()}
+    defenses = {point: load(f"{WEIGHTS}:{point}") for point in POINTS}
+    return {"undefended": defenses["14x2-k0"].model.eval(), **defenses}
 
 
 @torch.no_grad()
@@ -231,14 +159,3 @@ def _most_telling(defense: Defense, images: Tensor, attacked: Tensor, truth: Int
 
 def _share(flags: Tensor) -> float:
     return flags.double().mean().item()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Networks this small gain little from more threads, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

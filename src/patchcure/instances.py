@@ -55,6 +55,9 @@ class ModelOptions(TypedDict, total=False):
         patch_size: the pixels' side of a ViT's token (16).
         flavour: ``"ours"`` or ``"published"``, see `SplitViT` and `SplitResNet` (ours).
         norm_order: see `SplitViT` (before-pool).
+        width: the channels of a BagNet's first stage (64).
+        bag_k: the layer up to which a hybrid is a BagNet, if that is after the split (k). One such network can be split
+            at every layer before it, and at k = 0 with masks on the pixels.
         pretrained: start from timm's weights, which timm downloads (no).
         mean, std: of the channels (ImageNet's; timm's own with `pretrained`).
         crop_pct: the share of a resized photograph's side that is kept (0.875; timm's own with `pretrained`).
@@ -67,6 +70,8 @@ class ModelOptions(TypedDict, total=False):
     patch_size: int
     flavour: Flavour
     norm_order: NormOrder
+    width: int
+    bag_k: int
     pretrained: bool
     mean: Sequence[float]
     std: Sequence[float]
@@ -128,21 +133,26 @@ class BagName:
         if self.depth not in DESIGNS or self.field not in DESIGNS[self.depth].kernels:
             known = ", ".join(f"BagNet{r}-R{depth}" for depth, design in DESIGNS.items() for r in design.kernels)
             raise ValueError(f"{self}: there is no such BagNet; known are {known}.")
-        if self.k == 0:
+        bag_k = options.get("bag_k", self.k)
+        if bag_k == 0:
             return CleanserName(f"ResNet{self.depth}").model(**options)
         design = DESIGNS[self.depth]
         _refuse(options, "pretrained", "patch_size")
         mean, std = _colours(options)
+        size, classes = options.get("image_size", 224), options.get("num_classes", 1000)
         network = BagResNet(
             design,
             design.kernels[self.field],
-            design.blocks_before(self.k),
-            options.get("num_classes", 1000),
+            design.blocks_before(bag_k),
+            classes,
             options.get("in_chans", 3),
+            options.get("width", 64),
         )
+        if self.k == 0:
+            return AnyClassifier(network, size, classes, mean, std, **_jobs(options))
         return SplitResNet(
             network,
-            options.get("image_size", 224),
+            size,
             self.k,
             flavour=options.get("flavour", "ours"),
             mean=mean,
@@ -312,6 +322,7 @@ def _timm(name: str, options: ModelOptions, **extra: Any) -> tuple[Any, Sequence
             extra["patch_size"] = options["patch_size"]
     else:
         _refuse(options, "patch_size")
+    _refuse(options, "width", "bag_k")
     pretrained = options.get("pretrained", False)
     network: nn.Module = timm.create_model(
         name,

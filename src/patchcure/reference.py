@@ -167,10 +167,10 @@ def _dropping(model: DroppingViT, x: Float[Tensor, "c h w"], hidden: Hidden) -> 
 
 def _resnet(model: SplitResNet, x: Float[Tensor, "c h w"], hidden: Hidden) -> Float[Tensor, " classes"]:
     network: Any = model.backbone
-    features: Tensor = network.srf(x[None])
+    features: Tensor = network.srf(x[None], model.blocks)
     if not model.whole:
         features[:, :, hidden] = 0
-        rows: Tensor = network.lrf(features)
+        rows: Tensor = network.lrf(features, model.blocks)
         return rows[0]
     cells: list[Tensor] = []
     for row in range(model.grid.height):

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import digits_vit
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import patchcure
-from patchcure import demo
 from patchcure.data import open_data
 from patchcure.evaluate import evaluate, pixels
 from patchcure.records import Records
@@ -76,14 +76,24 @@ def test_records_and_result(run: Run, digits_file: Path, tmp_path: Path) -> None
 
 def test_the_demos_weights_keep_their_numbers(tmp_path: Path) -> None:
     """Digits as bytes, not sixteenths: within an image or two of the card."""
-    defense = demo.contestants(demo.network())["PCURE-ViT1x1-k4"]
+    defense = digits_vit.contestants(digits_vit.network())["PCURE-ViT1x1-k4"]
     assert isinstance(defense, patchcure.Defense)
     records = evaluate(defense, open_data("digits"), out=tmp_path / "records.jsonl", batch=100)
     assert records is not None
-    result, card = Result.of(records, "demo"), demo.card()["results"]["PCURE-ViT1x1-k4"]
+    result, card = Result.of(records, "demo"), digits_vit.card()["results"]["PCURE-ViT1x1-k4"]
     assert result.clean.value == pytest.approx(card["clean"], abs=0.004)
     assert result.certified.value == pytest.approx(card["certified"], abs=0.006)
     assert result.sizes[-1].certified <= result.certified.value <= result.sizes[0].certified
+
+
+def test_verdicts_are_those_of_the_whole_certificate(run: Run, digits_file: Path, tmp_path: Path) -> None:
+    whole, quick = tmp_path / "whole.jsonl", tmp_path / "quick.jsonl"
+    for out, more in ((whole, ()), (quick, ("--verdicts",))):
+        code, _, problem = run("evaluate", str(digits_file), *OPTIONS, "--limit", "60", "--out", str(out), *more)
+        assert code == 0, problem
+    rows = [Records.read(file).rows for file in (whole, quick)]
+    assert [row.certified for row in rows[0]] == [row.certified for row in rows[1]]
+    assert Result.load(whole.with_suffix(".json")).sizes and not Result.load(quick.with_suffix(".json")).sizes
 
 
 def test_two_processes_write_what_one_does(digits_file: Path, tmp_path: Path) -> None:

@@ -74,6 +74,19 @@ def test_killed_and_run_again_gives_the_same_weights(recipe: Path, tmp_path: Pat
     assert patchcure.load(f"{file}:1x1-k0").model.num_classes == 3
 
 
+def test_the_card_tells_every_run_and_tensorboard_the_loss(recipe: Path, tmp_path: Path) -> None:
+    few = ("--set", "optimiser.samples=8", "--json")
+    first = json.loads(finish(start(command(recipe, tmp_path / "first", *few, "--tensorboard"))))
+    again = command(recipe, tmp_path / "second", *few, "--weights", first["weights"])
+    text = Path(json.loads(finish(start(again)))["card"]).read_text()
+    assert str(tmp_path) not in text
+    card = json.loads(text)
+    assert [run["samples"] for run in card["runs"]] == [8, 8]
+    assert [run["recipe"]["start"]["weights"] for run in card["runs"]] == ["scratch", "small.safetensors"]
+    assert all(run["held_out"][-1]["step"] == 2 for run in card["runs"])
+    assert list((tmp_path / "first").glob("events.out.tfevents.*"))
+
+
 def test_two_processes_learn_what_one_learns(recipe: Path, tmp_path: Path) -> None:
     pair = [*command(recipe, tmp_path / "pair"), "--set", "optimiser.samples=24"]
     alone = [*command(recipe, tmp_path / "alone"), "--set", "optimiser.samples=24"]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import digits_vit
 import pytest
 import torch
 from torch import Tensor
 
-from patchcure import Defense, PatchThreat, SplitResNet, demo, reference
+from patchcure import Defense, PatchThreat, SplitResNet, reference
 from patchcure.models.bagnet import DESIGNS, BagResNet
 
 
-@pytest.mark.parametrize("k", demo.SPLITS)
+@pytest.mark.parametrize("k", digits_vit.SPLITS)
 def test_verdicts_of_the_plain_loop(k: int) -> None:
-    images, labels = (part[:30] for part in demo.digits("test"))
-    defense = Defense(demo.split_vit(demo.network(), demo.WINDOW, k), demo.THREAT)
+    images, labels = (part[:30] for part in digits_vit.digits("test"))
+    defense = Defense(digits_vit.split_vit(digits_vit.network(), digits_vit.WINDOW, k), digits_vit.THREAT)
     plain = [reference.certify(defense.model, x, defense.masks, int(y)) for x, y in zip(images, labels, strict=True)]
     assert 0 < sum(plain) < len(plain)
     assert defense.certify(images, labels, detail="verdict").strict.tolist() == plain

@@ -38,10 +38,12 @@ def small_vit(window: tuple[int, int], k: int, flavour: str, norm_order: str = "
     return model
 
 
-def small_resnet(depth: int, field: int, k: int, flavour: str = "ours", image: int = 32) -> SplitResNet:
+def small_resnet(
+    depth: int, field: int, k: int, flavour: str = "ours", image: int = 32, bag_k: int | None = None
+) -> SplitResNet:
     torch.manual_seed(7)
     design = DESIGNS[depth]
-    network = BagResNet(design, design.kernels[field], design.blocks_before(k), num_classes=5, width=4)
+    network = BagResNet(design, design.kernels[field], design.blocks_before(bag_k or k), num_classes=5, width=4)
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean, std=0.1)  # type: ignore[arg-type]
@@ -98,6 +100,15 @@ def test_vit_variants_of_timm(extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize("flavour", ["ours", "published"])
 def test_resnet_logits(depth: int, field: int, k: int, flavour: str) -> None:
     check_logits(small_resnet(depth, field, k, flavour, image=40))
+
+
+@pytest.mark.parametrize(("field", "k", "bag_k"), [(5, 1, 9), (5, 5, 9), (9, 3, 18)])
+def test_a_hybrid_can_be_split_before_its_bagnet_ends(field: int, k: int, bag_k: int) -> None:
+    model = small_resnet(18, field, k, bag_k=bag_k)
+    check_logits(model)
+    with torch.no_grad():
+        images = torch.rand(2, 3, 32, 32)
+        assert torch.allclose(model(images), small_resnet(18, field, bag_k)(images), atol=1e-5)
 
 
 def test_any_classifier_logits() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import digits_vit
 import pytest
 import torch
 from torch import Tensor
 
-from patchcure import Defense, Grid, PatchThreat, Resize, SplitModel, demo
+from patchcure import Defense, Grid, PatchThreat, Resize, SplitModel
 from patchcure.attack import PatchAttack, placements
+from patchcure.demo import answers
 from patchcure.operations import Challenger, MinorityReports
 
 Builders = dict[str, Callable[..., SplitModel]]
@@ -25,8 +27,8 @@ THREATS = {
 @pytest.fixture(scope="module")
 def digits() -> tuple[dict[str, SplitModel | Defense], Tensor, Tensor]:
     """The demo's trained models, and some test images with labels."""
-    images, labels = demo.digits("test")
-    return demo.contestants(demo.network()), images[:30], labels[:30]
+    images, labels = digits_vit.digits("test")
+    return digits_vit.contestants(digits_vit.network()), images[:30], labels[:30]
 
 
 def possible(threat: PatchThreat, changed: Tensor) -> bool:
@@ -95,10 +97,10 @@ def test_wrong_settings_are_refused(options: dict[str, int]) -> None:
 def test_the_undefended_model_breaks(digits: tuple[dict[str, SplitModel | Defense], Tensor, Tensor]) -> None:
     models, images, labels = digits
     model = models["undefended"]
-    clean = (demo.answers(model, images) == labels).double().mean()
-    attacked = PatchAttack().attack(model, images, labels, demo.THREAT)
+    clean = (answers(model, images) == labels).double().mean()
+    attacked = PatchAttack().attack(model, images, labels, digits_vit.THREAT)
     assert clean > 0.9
-    assert (demo.answers(model, attacked) == labels).double().mean() < 0.5 * clean
+    assert (answers(model, attacked) == labels).double().mean() < 0.5 * clean
 
 
 @pytest.mark.parametrize("operation", ["masks", "detects"])
@@ -110,7 +112,7 @@ def test_no_certificate_breaks(digits: tuple[dict[str, SplitModel | Defense], Te
             defense = model
             if operation == "detects":
                 defense = Defense(model.model, model.threat, operation=MinorityReports()).eval()
-            attacked = PatchAttack(steps=8, trials=2).attack(defense, images, labels, demo.THREAT)
+            attacked = PatchAttack(steps=8, trials=2).attack(defense, images, labels, digits_vit.THREAT)
             prediction = defense.predict(attacked)
             wrong = (prediction.labels != labels) & ~prediction.alarm
             assert not (wrong & defense.certify(images, labels).certified).any()

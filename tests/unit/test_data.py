@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import digits_vit
 import numpy as np
 import pytest
 import torch
@@ -218,11 +219,9 @@ def test_a_threat_before_the_resize_uses_exactly_that_resize() -> None:
         prepare(noise(33, 32))
 
 
-def test_the_digits_are_those_of_the_demo() -> None:
-    from patchcure.demo import digits
-
+def test_the_digits_are_scikit_learns() -> None:
     data = open_data("digits")
-    images, labels = digits("test")
+    images, labels = digits_vit.digits("test")
     grey = Preprocess(Grid(8, 8), channels=1)
     found = torch.stack([grey(item.image) for item in data])
     assert torch.equal(torch.tensor(data.labels), labels)

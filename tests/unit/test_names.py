@@ -107,6 +107,18 @@ def test_save_and_load(options: dict[str, object], tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["mine.safetensors"]
 
 
+def test_half_precision_is_half_the_size(tmp_path: Path) -> None:
+    defense = patchcure.build("PCURE-BagNet9-R18-k9", image_size=32, num_classes=4, patch=4, width=8)
+    patchcure.save(defense, tmp_path / "whole.safetensors")
+    patchcure.save(defense, tmp_path / "half.safetensors", half=True)
+    assert (tmp_path / "half.safetensors").stat().st_size < 0.7 * (tmp_path / "whole.safetensors").stat().st_size
+    again = patchcure.load(tmp_path / "half.safetensors")
+    rounded = {key: value.half().float() for key, value in defense.model.backbone.state_dict().items()}
+    for key, value in again.model.backbone.state_dict().items():
+        assert value.dtype == defense.model.backbone.state_dict()[key].dtype
+        assert torch.equal(value.float(), rounded[key])
+
+
 def test_importing_is_light() -> None:
     program = "import sys, patchcure; print([m for m in ('timm', 'torchvision', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ import pytest
 from patchcure import PatchThreat, build, save
 from patchcure.benchmark import Row
 from patchcure.names import parse
-from patchcure.report import PAPER, Measured, plot, plot_all, read, table, write
+from patchcure.report import MEASURED, PAPER, Measured, plot, plot_all, read, table, write
 from patchcure.report.matching import own_operation
 from patchcure.report.reproduce import plan, reproduce
 from patchcure.report.sheet import FORMATS, Estimate, Published, Sheet
@@ -194,6 +194,15 @@ def test_every_other_result_stands_where_it_belongs(measured: Measured) -> None:
     assert isinstance(unmasked["clean (%), measured"], Estimate) and unmasked["throughput (img/s), measured"] is None
     assert row_of(table("batch-sizes", measured), "ViT-B")["batch 8 (img/s), measured"] == 10.0
     assert row_of(table("cost", measured), "PCURE-ViT14x2-k12")["latency (ms), measured"] == 105.2
+
+
+def test_all_that_was_measured_stands_in_one_table(measured: Measured) -> None:
+    sheet = table(MEASURED, measured)
+    assert len(sheet.rows) == len(measured.results)
+    wanted = {(one.defense, one.n, round(100 * one.certified.value, 6)) for one in measured.results}
+    shown = [dict(zip(sheet.header, row, strict=True)) for row in sheet.rows]
+    assert {(row["defense"], row["n"], round(row["certified (%)"].value, 6)) for row in shown} == wanted  # type: ignore[union-attr]
+    assert write(table(MEASURED)).count("|") == 2 * (len(sheet.header) + 1)
 
 
 def test_another_operation_is_another_row(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,11 @@ def test_greedy_masks_are_the_worst_ones(small: Recipe) -> None:
     for image in range(3):
         first = max(table, key=lambda mask: loss(image, mask))
         assert loss(image, found[image]) == pytest.approx(max(loss(image, first | mask) for mask in table), abs=1e-5)
+
+
+def test_a_point_may_be_listed_twice_once_with_the_worst_masks(small: Recipe) -> None:
+    twice = Recipe(**{**SMALL, "points": [*SMALL["points"], {"name": "6x1-k12", "patch": 16, "greedy": 5}]})
+    assert [point.greedy for point in elastic(twice)] == [0, 0, 0, 5]
 
 
 def test_batches_depend_on_seed_and_step_only(small: Recipe, three_colours: Path) -> None:
@@ -242,6 +248,6 @@ def test_searching_and_teaching_leave_the_model_in_training(small: Recipe) -> No
     for point in points:
         point.defense.train()
     images, labels = torch.rand(2, 3, 96, 96), torch.eye(3)[:2]
-    loss = Loss(greedy=2, consistency=1.0, teacher="6x1-k0")
-    masked_loss(points[0], images, labels, loss, points[2], generator(0))
+    loss = Loss(consistency=1.0, teacher="6x1-k0")
+    masked_loss(replace(points[0], greedy=2), images, labels, loss, points[2], generator(0))
     assert all(module.training for point in points for module in point.defense.model.modules())

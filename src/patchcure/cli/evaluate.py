@@ -55,6 +55,9 @@ def evaluate(
     batch: Batch = 32,
     split: Annotated[str, typer.Option(help="test, val or train.")] = "test",
     undefended: Annotated[bool, typer.Option(help="Predict with nothing hidden, too.")] = True,
+    verdicts: Annotated[
+        bool, typer.Option("--verdicts", help="Stop at the first failure of an image: faster, no other patch sizes.")
+    ] = False,
     operation: Operation = None,
     masks_per_axis: MasksPerAxis = None,
     image_size: Annotated[int | None, typer.Option(help="The model's side, for an instance with --weights.")] = None,
@@ -103,6 +106,7 @@ def evaluate(
                 seed=seed,
                 batch=batch,
                 undefended=undefended,
+                detail="verdict" if verdicts else "locations",
                 progress=progress,
                 wait=wait,
             )

@@ -28,14 +28,14 @@ def table(
     as_json: Json = False,
 ) -> None:
     """Tables of the paper, with measured results beside its numbers."""
-    from patchcure.report import PAPER, read, write
+    from patchcure.report import MEASURED, PAPER, read, write
     from patchcure.report import table as make
 
     if not names and not every:
-        _list({spec.id: spec.title for spec in PAPER.tables}, as_json)
+        _list({spec.id: spec.title for spec in PAPER.tables} | {MEASURED: "All that was measured"}, as_json)
         return
     measured = read(results) if results else None
-    sheets = [make(name, measured) for name in names or [spec.id for spec in PAPER.tables]]
+    sheets = [make(name, measured) for name in names or [*(spec.id for spec in PAPER.tables), MEASURED]]
     texts = [write(sheet, form, out) for sheet in sheets]
     typer.echo(json.dumps([asdict(sheet) for sheet in sheets], indent=2) if as_json else "\n".join(texts))
 

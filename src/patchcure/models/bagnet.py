@@ -122,35 +122,35 @@ class BagResNet(nn.Module):
                 channels, done = planes * (4 if design.bottleneck else 1), done + 1
             setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
         self.fc = nn.Linear(channels, num_classes)
-        self.bag_blocks = bag_blocks
+        self.design, self.bag_blocks = design, bag_blocks
 
     @property
     def blocks(self) -> list[Block]:
         """All residual blocks, first to last."""
         return [block for stage in range(1, 5) for block in getattr(self, f"layer{stage}")]
 
-    def srf_convolutions(self) -> Iterator[nn.Conv2d]:
-        """The convolutions on the main path of the BagNet part, in order."""
+    def srf_convolutions(self, blocks: int) -> Iterator[nn.Conv2d]:
+        """The convolutions on the main path of the stem and the first blocks, in order."""
         yield self.conv1
         yield self.conv2
-        for block in self.blocks[: self.bag_blocks]:
+        for block in self.blocks[:blocks]:
             for index in range(1, block.count + 1):
                 yield getattr(block, f"conv{index}")
 
-    def srf(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h2 w2"]:
-        """Stem and BagNet blocks."""
+    def srf(self, x: Float[Tensor, "b c h w"], blocks: int) -> Float[Tensor, "b d h2 w2"]:
+        """The stem and the first blocks."""
         x = self.bn1(self.conv2(self.conv1(x))).relu()
-        for block in self.blocks[: self.bag_blocks]:
+        for block in self.blocks[:blocks]:
             x = block(x)
         return x
 
-    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """The undefended network."""
-        return self.lrf(self.srf(x))
-
-    def lrf(self, x: Float[Tensor, "b d h w"]) -> Float[Tensor, "b classes"]:
-        """The ResNet blocks, pooling and the classifier."""
-        for block in self.blocks[self.bag_blocks :]:
+    def lrf(self, x: Float[Tensor, "b d h w"], blocks: int) -> Float[Tensor, "b classes"]:
+        """All but the first blocks, pooling and the classifier."""
+        for block in self.blocks[blocks:]:
             x = block(x)
         logits: Tensor = self.fc(x.mean((2, 3)))
         return logits
+
+    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """The undefended network."""
+        return self.lrf(self.srf(x, self.bag_blocks), self.bag_blocks)

@@ -63,7 +63,7 @@ class SplitResNet(SplitModel):
     Args:
         network: see `BagResNet`.
         image: the size of the images.
-        k: the layer of the split, counted in convolutions on the main path.
+        k: the layer of the split, counted in convolutions on the main path; at the end of the BagNet part, or before.
     """
 
     backbone: BagResNet
@@ -80,14 +80,19 @@ class SplitResNet(SplitModel):
     ) -> None:
         pixels = Grid.of(image)
         rows, cols = Receptive(pixels.height), Receptive(pixels.width)
-        for conv in network.srf_convolutions():
+        blocks = network.design.blocks_before(k)
+        if blocks > network.bag_blocks:
+            raise ValueError(
+                f"k: only {network.bag_blocks} blocks belong to the BagNet part, but k = {k} is after {blocks}."
+            )
+        for conv in network.srf_convolutions(blocks):
             rows, cols = rows.through(conv, 0), cols.through(conv, 1)
-        whole = network.bag_blocks == len(network.blocks)
+        whole = blocks == len(network.blocks)
         super().__init__(
             pixels, Grid(rows.cells, cols.cells), network.fc.out_features, mean, std, LINEAR_JOBS if whole else max_jobs
         )
         self.backbone = network
-        self.rows, self.cols, self.k, self.whole = rows, cols, k, whole
+        self.rows, self.cols, self.k, self.blocks, self.whole = rows, cols, k, blocks, whole
         self._folded: tuple[Fingerprint, BagResNet] | None = None
         self.flavour: Flavour = flavour
 
@@ -112,7 +117,7 @@ class SplitResNet(SplitModel):
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b ..."]:
         """The BagNet part: a map of channels, or at k = all layers the list of cells with their channels."""
         pixels = self.normalize(images).contiguous(memory_format=torch.channels_last)
-        x = self.network.srf(pixels)
+        x = self.network.srf(pixels, self.blocks)
         return x.flatten(2).transpose(1, 2) if self.whole else x
 
     def by_cell(self, features: Float[Tensor, "b ..."]) -> Float[Tensor, "b cells d"]:
@@ -136,7 +141,7 @@ class SplitResNet(SplitModel):
     ) -> Float[Tensor, "j classes"]:
         boxes = hidden.view(-1, self.grid.height, self.grid.width)
         if not isinstance(prepared, Cells):
-            return self.network.lrf(torch.where(boxes[:, None].to(prepared.device), 0, prepared[images]))
+            return self.network.lrf(torch.where(boxes[:, None].to(prepared.device), 0, prepared[images]), self.blocks)
         count = (~hidden).sum(1, keepdim=True).to(prepared.values)
         mean = visible_sum(prepared.values, images, boxes) / count
         logits: Tensor = mean if prepared.classified else self.backbone.fc(mean)

@@ -160,17 +160,25 @@ class SplitViT(SplitModel):
 
     def under(self, images: Float[Tensor, "b c h w"], hidden: Bool[Tensor, "b h2 w2"]) -> Float[Tensor, "b classes"]:
         """See `SplitModel`. In our flavour no window needs another before the split, so hidden ones are never made."""
-        visible = self.lengths(hidden.flatten(1))
-        if self.flavour == "published" or len(visible.unique()) > 1:
+        if self.flavour == "published":
             return super().under(images, hidden)
-        vit: Any = self.backbone
         tokens = self._windows(self._embed(images))
+        visible = self.lengths(hidden.flatten(1))
+        groups = [(visible == count).nonzero()[:, 0] for count in visible.unique()]
+        logits = torch.cat([self._seen(tokens[group], hidden[group]) for group in groups])
+        return logits[torch.cat(groups).argsort()]
+
+    def _seen(
+        self, tokens: Float[Tensor, "b windows n d"], hidden: Bool[Tensor, "b h2 w2"]
+    ) -> Float[Tensor, "b classes"]:
+        """The logits of images that show equally many windows."""
+        vit: Any = self.backbone
         kept = visible_windows(hidden.flatten(1))
-        x = tokens[torch.arange(len(images), device=images.device)[:, None], kept]
+        x = tokens[torch.arange(len(tokens), device=tokens.device)[:, None], kept]
         x = vit.norm_pre(x).flatten(0, 1)
         for block in vit.blocks[: self.k]:
             x = block(x)
-        x = x.reshape(len(images), -1, x.shape[-1])
+        x = x.reshape(len(tokens), -1, x.shape[-1])
         for block in vit.blocks[self.k :]:
             x = block(x)
         return self._head(x.mean(1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from patchcure.report.matching import data, rows
-from patchcure.report.measured import Measured
+from patchcure.report.measured import Measured, percent
 from patchcure.report.paper import PAPER, Entry, PaperTable
 from patchcure.report.sheet import Cell, Published, Sheet
 
@@ -15,13 +15,19 @@ NOTES = {
 }
 
 
+MEASURED = "measured"
+"""The name of the one table that is not the paper's."""
+
+
 def table(name: str, measured: Measured | None = None) -> Sheet:
-    """One table of the paper, with what was measured beside it.
+    """One table of the paper, with what was measured beside it; or `MEASURED`, all that was measured.
 
     >>> sheet = table("two-patches")
     >>> sheet.header[:3], sheet.rows[0][:3]
     (('defense', 'clean (%), paper', 'clean (%), measured'), ('PCURE-ViT2x2-k12', 72.0, None))
     """
+    if name == MEASURED:
+        return _measured(measured or Measured())
     spec, found = PAPER.table(name), measured or Measured()
     published = {key: PAPER.columns[key] for key in spec.columns}
     compared = {key: column for key, column in published.items() if column.unit}
@@ -50,6 +56,21 @@ def table(name: str, measured: Measured | None = None) -> Sheet:
             cells += [result.n, case.masks, data(result)] if case and result else [None, None, None]
         lines.append(tuple(cells))
     return Sheet(name, spec.title, tuple(header), tuple(lines), tuple(_notes(spec, found, speedy)))
+
+
+def _measured(found: Measured) -> Sheet:
+    """Every result, by data, threat and certified accuracy."""
+    header = ("defense", "data", "n", "clean (%)", "certified (%)", "alarms (%)", "masks", "relative speed")
+    lines: list[tuple[Cell, ...]] = []
+    order = sorted(found.results, key=lambda result: (data(result), -result.certified.value))
+    for result in order:
+        case = found.case(result, {}, "defense")
+        shares = percent(result.clean), percent(result.certified), percent(result.alarms)
+        lines.append((result.defense, data(result), result.n, *shares, case.masks, case.relative()))
+    notes = ["One patch of 2 % unless said. In parentheses: 95 % intervals; for speeds the lowest and the highest."]
+    if hardware := sorted({result.hardware for result in order if result.speed}):
+        notes.append(f"Speed over that of the undefended network: {'; '.join(hardware)}.")
+    return Sheet(MEASURED, "Measured", header, tuple(lines), tuple(notes))
 
 
 def _published(entry: Entry, column: str) -> Cell:

@@ -46,9 +46,9 @@ def masked_loss(
 
 
 def _masks(point: Point, images: Tensor, labels: Tensor, loss: Loss, random: torch.Generator) -> Bool[Tensor, "b h w"]:
-    if not loss.greedy:
+    if not point.greedy:
         return point.draw(len(images), random)
-    return worst_pairs(point.defense, images, labels.argmax(1), loss.masks, loss.greedy, random)
+    return worst_pairs(point.defense, images, labels.argmax(1), loss.masks, point.greedy, random)
 
 
 @torch.no_grad()

@@ -24,6 +24,8 @@ class Point:
     defense: Defense
     groups: tuple[Bool[Tensor, "p h w"], ...]
     """What the pairs of masks hide; in each group all hide equally many cells, so that a batch stays rectangular."""
+    greedy: int = 0
+    """Among how many masks the worst ones are looked for; 0 is random."""
 
     def draw(self, count: int, random: torch.Generator) -> Bool[Tensor, "count h w"]:
         """For each image what a random pair of masks hides; equally many cells for all of them."""
@@ -46,7 +48,9 @@ def elastic(recipe: Recipe, backbone: torch.nn.Module | None = None) -> list[Poi
         if backbone is None:
             backbone = defense.model.backbone
         defense.model.backbone = backbone
-        points.append(Point(choice.name, choice.weight, defense, pair_groups(defense.masks, recipe.loss.masks)))
+        groups = pair_groups(defense.masks, recipe.loss.masks)
+        greedy = recipe.loss.greedy if choice.greedy is None else choice.greedy
+        points.append(Point(choice.name, choice.weight, defense, groups, greedy))
     return points
 
 

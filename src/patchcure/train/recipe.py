@@ -57,7 +57,8 @@ class Start(Part):
     Args:
         instance: the name of the first point, which says what the network is.
         options: as for `patchcure.build`, such as image_size, num_classes, mean and std.
-        weights: ``scratch``, ``timm`` (downloaded by timm), or a file: ours, timm's, MAE's or a released one.
+        weights: ``scratch``, ``timm`` (downloaded by timm), weights that come with the package by their name, or a
+            file: ours, timm's, MAE's or a released one.
         drop_path: stochastic depth.
     """
 
@@ -75,12 +76,14 @@ class PointChoice(Part):
         weight: how often it is drawn.
         patch: the patch that its masks must cover.
         masks_per_axis: as for `patchcure.build`.
+        greedy: instead of `loss.greedy`; at k = L it costs little. A point may be listed twice, once with it.
     """
 
     name: str
     weight: float = Field(default=1.0, gt=0)
     patch: int | str = "2%"
     masks_per_axis: int | None = None
+    greedy: int | None = Field(default=None, ge=0)
 
 
 class Optimiser(Part):
@@ -198,7 +201,7 @@ class Recipe(Part):
             raise ValueError(f"loss.kind {self.loss.kind} needs whole labels: switch mixup and cutmix off")
         if (self.data.augment.mixup or self.data.augment.cutmix) and self.optimiser.parts % 2:
             raise ValueError("mixup and cutmix need an even number of images in optimiser.micro (or batch)")
-        if self.loss.greedy and not self.loss.masks:
+        if not self.loss.masks and (self.loss.greedy or any(point.greedy for point in self.points)):
             raise ValueError("loss.greedy looks for the worst masks, but loss.masks is 0")
         if self.select.points and self.data.validation < 1:
             raise ValueError("select.points needs held-out images: data.validation is 0")

@@ -27,7 +27,7 @@ from patchcure.train.losses import masked_loss
 from patchcure.train.points import Point, choose, elastic
 from patchcure.train.recipe import Recipe
 from patchcure.train.start import network
-from patchcure.zoo.files import save
+from patchcure.zoo.files import find, save
 
 LOG_EVERY = 20
 """Steps between two lines of the log."""
@@ -216,9 +216,9 @@ def _fingerprint(recipe: Recipe, data: Data) -> str:
 
 def _look(recipe: Recipe, state: State, points: Sequence[Point], data: Data, held: Sequence[int], out: Path) -> None:
     """Measure certified accuracy on held-out images; write the weights if they are the best so far."""
-    scores = {}
+    scores: dict[str, tuple[float, float]] = {}
     for point in points:
-        if point.name in recipe.select.points:
+        if point.name in recipe.select.points and point.name not in scores:
             scores[point.name] = accuracy(point.defense.eval(), data, held[: recipe.select.images])
     mean = sum(certified for _, certified in scores.values()) / len(scores)
     state.history.append({"step": state.step, "certified": round(mean, 4), "points": scores})
@@ -247,13 +247,31 @@ def _finish(recipe: Recipe, state: State, first: Point, data: Data, out: Path) -
     if not recipe.select.points:
         save(first.defense, _weights(recipe, out))
     weights = _weights(recipe, out)
-    card = {
-        "name": recipe.name,
-        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
-        "data": {"name": data.name, "split": data.split, "images": len(data), "fingerprint": data.fingerprint},
-        "recipe": recipe.model_dump(mode="json"),
+    plain = recipe.model_dump(mode="json")
+    plain["start"]["weights"] = Path(recipe.start.weights).name
+    plain["data"]["train"] = data.name
+    run = {
+        "recipe": plain,
+        "samples": state.step * recipe.optimiser.batch,
         "hours": round(state.seconds / 3600, 2),
         "torch": torch.__version__,
         "held_out": state.history,
     }
+    card = {
+        "name": recipe.name,
+        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "data": {"name": data.name, "split": data.split, "images": len(data), "fingerprint": data.fingerprint},
+        "runs": [*_earlier(recipe), run],
+    }
     write_atomically(out / f"{recipe.name}.json", (json.dumps(card, indent=2) + "\n").encode())
+
+
+def _earlier(recipe: Recipe) -> list[dict[str, Any]]:
+    """The runs that made the weights that this one started from, if their card tells."""
+    if recipe.start.weights in ("scratch", "timm"):
+        return []
+    card = find(recipe.start.weights).with_suffix(".json")
+    if not card.is_file():
+        return []
+    runs: list[dict[str, Any]] = json.loads(card.read_text()).get("runs", [])
+    return runs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from patchcure.names import parse
 from patchcure.train.recipe import Recipe
 from patchcure.zoo import released
 from patchcure.zoo.checkpoint import fit, read
+from patchcure.zoo.files import find
 
 
 def network(recipe: Recipe) -> nn.Module:
@@ -20,7 +20,7 @@ def network(recipe: Recipe) -> nn.Module:
     model = parse(start.instance).model(**{**start.options, "pretrained": start.weights == "timm"})
     backbone: Any = model.backbone
     if start.weights not in ("scratch", "timm"):
-        tensors = released.timm_layout(read(Path(start.weights)))
+        tensors = released.timm_layout(read(find(start.weights)))
         own = backbone.state_dict()
         for key in ("head.weight", "head.bias", "fc.weight", "fc.bias"):
             if key in tensors and key in own and tensors[key].shape != own[key].shape:

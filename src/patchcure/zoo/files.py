@@ -88,12 +88,19 @@ def save_config(defense: Defense, weights: str | Path, file: str | Path, comment
     config.write(Path(file), plain.pop("name"), str(weights), plain, comment)
 
 
-def save(defense: Defense, file: str | Path) -> None:
-    """Write a defense that `patchcure.build` made, with its weights and everything that `load` needs, to one file."""
+def save(defense: Defense, file: str | Path, *, half: bool = False) -> None:
+    """Write a defense that `patchcure.build` made, with its weights and everything that `load` needs, to one file.
+
+    Args:
+        half: round the weights to float16, for half the size. `load` computes with the rounded weights in float32, so
+            measure what you publish: it is another model, by a little.
+    """
     from safetensors.torch import save as to_bytes
 
     recipe = _recipe_of(defense)
     state: dict[str, Tensor] = {key: value.contiguous() for key, value in defense.model.backbone.state_dict().items()}
+    if half:
+        state = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
     write_atomically(Path(file), to_bytes(state, metadata={KEY: json.dumps(recipe, default=_encode)}))
 
 

@@ -1,7 +1,7 @@
-"""Train the demo's weights: one ViT on scikit-learn's digits that serves every split k and PatchCleanser (elastic).
+"""Train the tests' weights: one ViT on scikit-learn's digits that serves every split k and PatchCleanser.
 
-    python scripts/train_digits.py              # writes src/patchcure/zoo/digits.safetensors and digits.json
-    python scripts/train_digits.py --validate   # holds out 250 training images to choose settings; writes nothing
+    python tests/lib/train_digits_vit.py              # writes digits_vit.safetensors and digits_vit.json here
+    python tests/lib/train_digits_vit.py --validate   # holds out 250 training images to choose settings; writes nothing
 
 Each batch draws one task: a split k with two masks of the mapped size on the k-th feature map, or two pixel masks in
 the mean colour. Masks are drawn for each image. The weights are averaged over the last steps.
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import digits_vit
 import torch
 from jaxtyping import Bool
 from safetensors.torch import save
@@ -26,12 +27,12 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from patchcure import demo
+from patchcure.data import DIGITS_SEED, TEST_DIGITS
 from patchcure.defense import Defense
 from patchcure.masks import MaskSet
 from patchcure.models import SplitViT
 
-ZOO = Path(__file__).parents[1] / "src" / "patchcure" / "zoo"
+HERE = Path(__file__).parent
 ARCHITECTURE: dict[str, Any] = {
     "img_size": 8,
     "patch_size": [1, 8],
@@ -79,7 +80,7 @@ class Recipe:
 def train(images: Tensor, labels: Tensor, recipe: Recipe) -> Any:
     """The averaged network after all steps."""
     torch.manual_seed(recipe.seed)
-    network = demo.new_network(ARCHITECTURE)
+    network = digits_vit.new_network(ARCHITECTURE)
     network.pos_embed = torch.nn.Parameter(torch.randn(1, 8, ARCHITECTURE["embed_dim"]) * recipe.position)
     averaged = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(recipe.average))
     optimizer = torch.optim.AdamW(network.parameters(), recipe.lr, weight_decay=recipe.weight_decay, fused=True)
@@ -87,7 +88,10 @@ def train(images: Tensor, labels: Tensor, recipe: Recipe) -> Any:
         optimizer,
         lambda step: min(1.0, step / recipe.warmup) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps)),
     )
-    split = [hidden_windows(demo.split_vit(network, demo.WINDOW, k), recipe) for k in range(len(network.blocks) + 1)]
+    split = [
+        hidden_windows(digits_vit.split_vit(network, digits_vit.WINDOW, k), recipe)
+        for k in range(len(network.blocks) + 1)
+    ]
     pixel = hidden_pixels(network, recipe)
     start = time.perf_counter()
     network.train()
@@ -108,7 +112,7 @@ def train(images: Tensor, labels: Tensor, recipe: Recipe) -> Any:
 
 def hidden_windows(model: SplitViT, recipe: Recipe) -> Task:
     """Two masks on the feature map; in one batch all images have equally many hidden windows, which is quicker."""
-    masks = MaskSet.covering(demo.THREAT.on_features(model.grid, model.corrupted))
+    masks = MaskSet.covering(digits_vit.THREAT.on_features(model.grid, model.corrupted))
     first, second = torch.triu_indices(len(masks), len(masks))
     pairs = torch.cat([masks.hidden[first] | masks.hidden[second], torch.zeros_like(masks.hidden[:1])])
     sizes = pairs.sum((1, 2))
@@ -128,8 +132,8 @@ def hidden_windows(model: SplitViT, recipe: Recipe) -> Task:
 
 def hidden_pixels(network: Any, recipe: Recipe) -> Task:
     """Two masks in the mean colour on the pixels; none for one image in six."""
-    model = demo.masked_pixels(network)
-    masks = MaskSet.covering(demo.THREAT.on_features(model.grid, model.corrupted), demo.PIXEL_STRIDE).hidden
+    model = digits_vit.masked_pixels(network)
+    masks = MaskSet.covering(digits_vit.THREAT.on_features(model.grid, model.corrupted), digits_vit.PIXEL_STRIDE).hidden
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
         def logits(hidden: Tensor) -> Tensor:
@@ -170,9 +174,9 @@ def jittered(images: Tensor, strength: float) -> Tensor:
 
 
 def measure(network: Any, images: Tensor, labels: Tensor) -> dict[str, dict[str, float]]:
-    """Clean and certified accuracy of everything that the demo shows."""
+    """Clean and certified accuracy of every contestant."""
     results = {}
-    for name, model in demo.contestants(network).items():
+    for name, model in digits_vit.contestants(network).items():
         if isinstance(model, Defense):
             right = model.predict(images).labels == labels
             certified = model.certify(images, labels).certified
@@ -194,7 +198,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     recipe = Recipe()
-    images, labels = demo.digits("train")
+    images, labels = digits_vit.digits("train")
     if options.validate:
         measure(train(images[250:], labels[250:], recipe), images[:250], labels[:250])
         return
@@ -202,29 +206,29 @@ def main() -> None:
     state = {key: value.half().contiguous() for key, value in network.state_dict().items()}
     network.load_state_dict({key: value.float() for key, value in state.items()})
     with torch.no_grad():
-        results = measure(network, *demo.digits("test"))
-    file = ZOO / "digits.safetensors"
+        results = measure(network, *digits_vit.digits("test"))
+    file = HERE / "digits_vit.safetensors"
     file.write_bytes(data := save(state))
     card = {
         "file": file.name,
         "sha256": hashlib.sha256(data).hexdigest(),
-        "made_by": "scripts/train_digits.py",
+        "made_by": "tests/lib/train_digits_vit.py",
         "license": "Apache-2.0",
         "data": {
             "name": "Optical Recognition of Handwritten Digits (UCI), as in sklearn.datasets.load_digits",
             "license": "CC BY 4.0",
             "train": len(images),
-            "test": demo.TEST_IMAGES,
-            "split_seed": demo.SPLIT_SEED,
+            "test": TEST_DIGITS,
+            "split_seed": DIGITS_SEED,
         },
         "architecture": ARCHITECTURE,
-        "mean": demo.MEAN,
-        "std": demo.STD,
-        "threat": demo.THREAT.describe(),
+        "mean": digits_vit.MEAN,
+        "std": digits_vit.STD,
+        "threat": digits_vit.THREAT.describe(),
         "recipe": asdict(recipe),
-        "results": {"images": demo.TEST_IMAGES, **results},
+        "results": {"images": TEST_DIGITS, **results},
     }
-    (ZOO / "digits.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    (HERE / "digits_vit.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""Put trained weights among those that come with the package, and what was measured of them on their cards.
+
+    python scripts/publish.py train-output/elastic-vit-ti-cifar10 --start "timm vit_tiny_patch16_224, ImageNet-1k"
+    python scripts/publish.py --results results
+
+The first writes the weights as float16 and the card of the run; the second adds to every card the numbers in those
+result files that were measured with its weights. `patchcure evaluate` the published weights, not those of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from patchcure import load
+from patchcure._atomic import write_atomically
+from patchcure.evaluate import weights_sha256
+from patchcure.result import Result
+from patchcure.zoo.files import WEIGHTS, save
+
+
+def publish(run: Path, start: str, point: str | None) -> None:
+    """Write a run's weights and card; with a point, that one is what the bare name loads."""
+    (file,) = run.glob("*.safetensors")
+    card = json.loads(file.with_suffix(".json").read_text())
+    target = WEIGHTS / file.name
+    save(load(f"{file}:{point}" if point else file), target, half=True)
+    first, *rest = card.pop("runs")
+    card |= {
+        "sha256": hashlib.sha256(target.read_bytes()).hexdigest(),
+        "license": "Apache-2.0",
+        "start": start,
+        "hours": round(sum(each["hours"] for each in (first, *rest)), 2),
+        "runs": [first, *rest],
+        "results": [],
+    }
+    _write(target, card)
+    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {card['hours']} hours in {1 + len(rest)} runs")
+
+
+def measured(results: Path) -> None:
+    """Add what was measured to the cards."""
+    found = [Result.load(file) for file in sorted(results.glob("*.json"))]
+    for file in sorted(WEIGHTS.glob("*.safetensors")):
+        digest = weights_sha256(load(file))
+        rows = [_row(result) for result in found if result.weights == digest]
+        _write(file, {**json.loads(file.with_suffix(".json").read_text()), "results": rows})
+        print(f"{file.stem}: {len(rows)} results")
+
+
+def _row(result: Result) -> dict[str, Any]:
+    return {
+        "defense": result.defense,
+        "data": f"{result.dataset} {result.split}",
+        "threat": result.threat.text,
+        "images": result.n,
+        "clean": round(result.clean.value, 4),
+        "certified": round(result.certified.value, 4),
+    }
+
+
+def _write(weights: Path, card: dict[str, Any]) -> None:
+    write_atomically(weights.with_suffix(".json"), (json.dumps(card, indent=2) + "\n").encode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", type=Path, help="the folder of a finished run of patchcure train")
+    parser.add_argument("--start", default="scratch", help="what the first run started from, for the card")
+    parser.add_argument("--point", help="the recommended operating point, such as 14x2-k9")
+    parser.add_argument("--results", type=Path, help="a folder with results; adds them to the cards")
+    asked = parser.parse_args()
+    if asked.run is not None:
+        publish(asked.run, asked.start, asked.point)
+    if asked.results is not None:
+        measured(asked.results)
+
+
+if __name__ == "__main__":
+    main()
