@@ -43,7 +43,7 @@ def test_demo_as_json(tmp_path: Path) -> None:
 def test_demo_as_a_table(run: Run, tmp_path: Path) -> None:
     code, text, _ = run("demo", "--limit", "1", "--out", str(tmp_path))
     assert code == 0
-    for word in ("undefended", "14x2-k12", "14x1-k0", "certified", str(tmp_path)):
+    for word in ("undefended", "14x2-k12", "14x2-k0", "certified", str(tmp_path)):
         assert word in text
 
 

@@ -11,6 +11,7 @@ import torch
 
 import patchcure
 from patchcure.data import open_data, preprocessing
+from patchcure.evaluate import pixels
 from patchcure.records import Records
 from patchcure.zoo.files import WEIGHTS, check
 
@@ -47,3 +48,13 @@ def test_records_are_what_the_weights_give(name: str) -> None:
     assert [data[row.index].sha256 for row in rows] == [row.file for row in rows]
     assert defense.predict(images).labels.tolist() == [row.prediction for row in rows]
     assert defense.certify(images, labels, "verdict").certified.tolist() == [row.certified for row in rows]
+
+
+@pytest.mark.parametrize(("point", "clean", "certified"), [("", 17, 8), (":14x2-k9", 17, 8), (":14x1-k0", 17, 10)])
+def test_one_set_of_weights_serves_every_point(point: str, clean: int, certified: int) -> None:
+    """Sample images of the test set, at several operating points."""
+    data, defense = open_data("sample:cifar10"), patchcure.load(f"elastic-vit-ti-cifar10{point}")
+    images, items = pixels(defense, data, range(len(data)))
+    labels = torch.tensor([item.label for item in items])
+    assert int((defense.predict(images).labels == labels).sum()) >= clean
+    assert int(defense.certify(images, labels, "verdict").certified.sum()) >= certified

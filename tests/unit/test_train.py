@@ -117,6 +117,8 @@ def test_held_out_images_are_apart() -> None:
     assert len(held) == 3 and sorted(learn + held) == list(range(10))
     with pytest.raises(ValueError, match="would leave none"):
         split(3, 3, seed=0)
+    few = split(1000, 300, seed=0)[1][:100]  # of data that is sorted by class: from all of them
+    assert {number // 100 for number in few} == set(range(10))
 
 
 def test_consistency_pulls_towards_the_teacher(small: Recipe) -> None:

@@ -19,11 +19,12 @@ from patchcure.train.recipe import Augment, Optimiser
 
 
 def split(count: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
-    """Numbers of the images to learn from and of those that are held out, the same for the same seed."""
+    """Numbers of the images to learn from, and of those that are held out, in random order: the first of them are a
+    fair sample, also where the data is sorted by class. The same for the same seed."""
     if held_out >= count:
         raise ValueError(f"data.validation: {held_out} of {count} training images would leave none to learn from.")
     order = np.random.default_rng(seed).permutation(count).tolist()
-    return sorted(order[held_out:]), sorted(order[:held_out])
+    return sorted(order[held_out:]), order[:held_out]
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
