@@ -22,23 +22,23 @@ from patchcure.result import Result
 from patchcure.zoo.files import WEIGHTS, save
 
 
-def publish(run: Path, start: str, point: str | None) -> None:
+def publish(folder: Path, start: str, point: str | None) -> None:
     """Write a run's weights and card; with a point, that one is what the bare name loads."""
-    (file,) = run.glob("*.safetensors")
+    (file,) = folder.glob("*.safetensors")
     card = json.loads(file.with_suffix(".json").read_text())
     target = WEIGHTS / file.name
     save(load(f"{file}:{point}" if point else file), target, half=True)
-    first, *rest = card.pop("runs")
+    runs = card.pop("runs")
     card |= {
         "sha256": hashlib.sha256(target.read_bytes()).hexdigest(),
         "license": "Apache-2.0",
         "start": start,
-        "hours": round(sum(each["hours"] for each in (first, *rest)), 2),
-        "runs": [first, *rest],
+        "hours": round(sum(run["hours"] for run in runs), 2),
+        "runs": runs,
         "results": [],
     }
     _write(target, card)
-    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {card['hours']} hours in {1 + len(rest)} runs")
+    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {card['hours']} hours in {len(runs)} runs")
 
 
 def measured(results: Path) -> None:

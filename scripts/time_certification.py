@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from patchcure import Defense, load, reference
-from patchcure.data import open_data, preprocessing, subset
+from patchcure.data import open_data, subset
+from patchcure.evaluate import pixels
 
 
 def compare(name: str, defense: Defense, images: Tensor, labels: Tensor) -> None:
@@ -59,9 +60,8 @@ def main() -> None:
     data = open_data(asked.data)
     for name in asked.defenses:
         defense = load(name)
-        items = [data[index] for index in subset(len(data), asked.count)]
-        prepare = preprocessing(defense)
-        compare(name, defense, torch.stack([prepare(i.image) for i in items]), torch.tensor([i.label for i in items]))
+        images, items = pixels(defense, data, subset(len(data), asked.count))
+        compare(name, defense, images, torch.tensor([item.label for item in items]))
 
 
 if __name__ == "__main__":
