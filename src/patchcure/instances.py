@@ -55,7 +55,7 @@ class ModelOptions(TypedDict, total=False):
         patch_size: the pixels' side of a ViT's token (16).
         flavour: ``"ours"`` or ``"published"``, see `SplitViT` and `SplitResNet` (ours).
         norm_order: see `SplitViT` (before-pool).
-        width: the channels of a BagNet's first stage (64).
+        width: the channels of a BagNet's or a ResNet's first stage (64).
         bag_k: the layer up to which a hybrid is a BagNet, if that is after the split (k). One such network can be split
             at every layer before it, and at k = 0 with masks on the pixels.
         pretrained: start from timm's weights, which timm downloads (no).
@@ -322,7 +322,12 @@ def _timm(name: str, options: ModelOptions, **extra: Any) -> tuple[Any, Sequence
             extra["patch_size"] = options["patch_size"]
     else:
         _refuse(options, "patch_size")
-    _refuse(options, "width", "bag_k")
+    if re.fullmatch(r"resnet\d+", name) and "width" in options:
+        _refuse(options, "pretrained")
+        extra["channels"] = tuple(options["width"] << stage for stage in range(4))
+    else:
+        _refuse(options, "width")
+    _refuse(options, "bag_k")
     pretrained = options.get("pretrained", False)
     network: nn.Module = timm.create_model(
         name,

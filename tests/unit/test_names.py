@@ -119,6 +119,19 @@ def test_half_precision_is_half_the_size(tmp_path: Path) -> None:
         assert torch.equal(value.float(), rounded[key])
 
 
+def test_a_narrow_resnet(tmp_path: Path) -> None:
+    defense = patchcure.build("DRS-ResNet18-b4", patch=5, width=8)
+    assert defense.model.backbone.fc.in_features == 64
+    patchcure.save(defense, tmp_path / "narrow.safetensors")
+    image = torch.rand(1, 3, 32, 32)
+    assert torch.equal(patchcure.load(tmp_path / "narrow.safetensors")(image), defense(image))
+    for name in ("PatchCleanser-ViT-Ti", "PatchCleanser-convnext_tiny"):
+        with pytest.raises(ValueError, match="width: this model has no such option"):
+            patchcure.build(name, width=8)
+    with pytest.raises(ValueError, match="pretrained: this model has no such option"):
+        patchcure.build("PatchCleanser-ResNet18", width=8, pretrained=True)
+
+
 def test_importing_is_light() -> None:
     program = "import sys, patchcure; print([m for m in ('timm', 'torchvision', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
