@@ -1,7 +1,7 @@
 """Put trained weights among those that come with the package, and what was measured of them on their cards.
 
     python scripts/publish.py train-output/elastic-vit-ti-cifar10 --start "timm vit_tiny_patch16_224, ImageNet-1k"
-    python scripts/publish.py --results results
+    python scripts/publish.py --results results results/families
 
 The first writes the weights as float16 and the card of the run; the second adds to every card the numbers in those
 result files that were measured with its weights. `patchcure evaluate` the published weights, not those of the run.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ def publish(folder: Path, start: str, point: str | None) -> None:
     print(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {card['hours']} hours in {len(runs)} runs")
 
 
-def measured(results: Path) -> None:
+def measured(folders: Sequence[Path]) -> None:
     """Add what was measured to the cards."""
-    found = [Result.load(file) for file in sorted(results.glob("*.json"))]
+    found = [Result.load(file) for folder in folders for file in sorted(folder.glob("*.json"))]
     for file in sorted(WEIGHTS.glob("*.safetensors")):
         digest = weights_sha256(load(file))
         rows = [_row(result) for result in found if result.weights == digest]
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("run", nargs="?", type=Path, help="the folder of a finished run of patchcure train")
     parser.add_argument("--start", default="scratch", help="what the first run started from, for the card")
     parser.add_argument("--point", help="the recommended operating point, such as 14x2-k9")
-    parser.add_argument("--results", type=Path, help="a folder with results; adds them to the cards")
+    parser.add_argument("--results", nargs="+", type=Path, help="folders with results; adds them to the cards")
     asked = parser.parse_args()
     if asked.run is not None:
         publish(asked.run, asked.start, asked.point)
