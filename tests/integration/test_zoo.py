@@ -15,7 +15,7 @@ from patchcure.evaluate import pixels
 from patchcure.records import Records
 from patchcure.zoo.files import WEIGHTS, check
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[2] / "results" / "families"
 
 
 def test_weights_are_those_of_their_cards() -> None:
@@ -50,10 +50,20 @@ def test_records_are_what_the_weights_give(name: str) -> None:
     assert defense.certify(images, labels, "verdict").certified.tolist() == [row.certified for row in rows]
 
 
-@pytest.mark.parametrize(("point", "clean", "certified"), [("", 17, 8), (":14x2-k9", 17, 8), (":14x1-k0", 17, 10)])
-def test_one_set_of_weights_serves_every_point(point: str, clean: int, certified: int) -> None:
-    """Sample images of the test set, at several operating points."""
-    data, defense = open_data("sample:cifar10"), patchcure.load(f"elastic-vit-ti-cifar10{point}")
+@pytest.mark.parametrize(
+    ("name", "clean", "certified"),
+    [
+        ("elastic-vit-ti-cifar10", 17, 8),
+        ("elastic-vit-ti-cifar10:14x2-k9", 17, 8),
+        ("elastic-vit-ti-cifar10:14x1-k0", 17, 10),
+        ("hybrid-resnet-cifar10", 17, 6),
+        ("hybrid-resnet-cifar10:k5", 17, 5),
+        ("s-vit-ti-cifar10", 18, 10),
+    ],
+)
+def test_weights_are_worth_something(name: str, clean: int, certified: int) -> None:
+    """Sample images of the test set, at several operating points of the same weights."""
+    data, defense = open_data("sample:cifar10"), patchcure.load(name)
     images, items = pixels(defense, data, range(len(data)))
     labels = torch.tensor([item.label for item in items])
     assert int((defense.predict(images).labels == labels).sum()) >= clean

@@ -110,6 +110,7 @@ def label(result: Result) -> str:
 
 
 def data(result: Result) -> str:
-    """The dataset, and the threat where it is not one 2 % patch."""
+    """The dataset, and the threat where it is not one 2 % patch on 224 pixels."""
     text = result.threat.text.replace(" anywhere", "")
-    return result.dataset if same_threat(result, "2%", 1) else f"{result.dataset}, {text}"
+    usual = result.threat.text == PatchThreat.square("2%", 224).describe()
+    return result.dataset if usual else f"{result.dataset}, {text}"

@@ -67,7 +67,10 @@ def _measured(found: Measured) -> Sheet:
         case = found.case(result, {}, "defense")
         shares = percent(result.clean), percent(result.certified), percent(result.alarms)
         lines.append((result.defense, data(result), result.n, *shares, case.masks, case.relative()))
-    notes = ["One patch of 2 % unless said. In parentheses: 95 % intervals; for speeds the lowest and the highest."]
+    notes = [
+        "One patch of 2 % on 224x224 pixels unless said.",
+        "In parentheses: 95 % intervals; for speeds the lowest and the highest.",
+    ]
     if hardware := sorted({result.hardware for result in order if result.speed}):
         notes.append(f"Speed over that of the undefended network: {'; '.join(hardware)}.")
     return Sheet(MEASURED, "Measured", header, tuple(lines), tuple(notes))
