@@ -22,5 +22,5 @@ def test_tables(run: Callable[..., tuple[int, str, str]], page: str, command: tu
     code, text, problem = run(*command)
     assert code == 0, problem
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) > 2
+    assert len(lines) > 3
     assert "\n".join(lines) in (ROOT / page).read_text("utf-8")
