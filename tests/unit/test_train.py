@@ -76,7 +76,7 @@ def test_greedy_masks_are_the_worst_ones(small: Recipe) -> None:
     defense = elastic(small)[1].defense.eval()
     images, labels = torch.rand(3, 3, 96, 96), torch.tensor([0, 1, 2])
     table = defense.masks.hidden
-    found = worst_pairs(defense, images, labels, 2, len(table), generator(0))
+    found = worst_pairs(defense, defense.model.features(images), labels, 2, len(table), generator(0))
 
     def loss(image: int, hidden: torch.Tensor) -> float:
         with torch.no_grad():
@@ -86,6 +86,29 @@ def test_greedy_masks_are_the_worst_ones(small: Recipe) -> None:
     for image in range(3):
         first = max(table, key=lambda mask: loss(image, mask))
         assert loss(image, found[image]) == pytest.approx(max(loss(image, first | mask) for mask in table), abs=1e-5)
+
+
+def test_the_loss_of_a_greedy_point_is_the_loss_under_its_worst_masks(small: Recipe) -> None:
+    """The features are computed once, for the search and for the gradient: the value and the gradient are those of a
+    model that sees the worst masks from the start."""
+    torch.manual_seed(1)
+    images, labels = torch.rand(3, 3, 96, 96), torch.eye(3)
+    for point in elastic(small):
+        defense = point.defense
+        table = defense.masks.hidden
+        hidden = worst_pairs(
+            defense, defense.model.features(images).detach(), torch.arange(3), 2, len(table), generator(0)
+        )
+        gradients = []
+        for value in (
+            masked_loss(replace(point, greedy=len(table)), images, labels, Loss(smoothing=0), None, generator(0)),
+            torch.nn.functional.cross_entropy(defense.model.under(images, hidden), labels),
+        ):
+            defense.model.backbone.zero_grad()
+            value.backward()
+            gradients.append(torch.cat([value.detach()[None], defense.model.backbone.blocks[0].mlp.fc1.weight.grad[0]]))
+        assert torch.allclose(*gradients, atol=1e-5)
+        assert gradients[0][1:].any()
 
 
 def test_a_point_may_be_listed_twice_once_with_the_worst_masks(small: Recipe) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, kl_div
 
@@ -34,8 +34,7 @@ def masked_loss(
         return interval_loss(point.defense, images, labels, share, random)
     if loss.kind == "votes":
         return votes_loss(point.defense, images, labels, loss.margin)
-    hidden = _masks(point, images, labels, loss, random).to(images.device)
-    logits = point.defense.model.under(images, hidden)
+    logits = _under_masks(point, images, labels, loss.masks, random)
     soft = labels * (1 - loss.smoothing) + loss.smoothing / labels.shape[1]
     value = cross_entropy(logits, soft) if loss.kind == "softmax" else binary_cross_entropy_with_logits(logits, soft)
     if loss.consistency and teacher is not None:
@@ -45,10 +44,20 @@ def masked_loss(
     return value
 
 
-def _masks(point: Point, images: Tensor, labels: Tensor, loss: Loss, random: torch.Generator) -> Bool[Tensor, "b h w"]:
+def _under_masks(
+    point: Point,
+    images: Float[Tensor, "b c h w"],
+    labels: Float[Tensor, "b classes"],
+    masks: int,
+    random: torch.Generator,
+) -> Float[Tensor, "b classes"]:
+    """The logits under random masks, or under the worst ones; the same features serve the search and the gradient."""
+    model = point.defense.model
     if not point.greedy:
-        return point.draw(len(images), random)
-    return worst_pairs(point.defense, images, labels.argmax(1), loss.masks, point.greedy, random)
+        return model.under(images, point.draw(len(images), random).to(images.device))
+    features = model.features(images)
+    hidden = worst_pairs(point.defense, features.detach(), labels.argmax(1), masks, point.greedy, random)
+    return model.logits(features, torch.arange(len(images), device=images.device), hidden.to(images.device))
 
 
 @torch.no_grad()

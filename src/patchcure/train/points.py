@@ -74,7 +74,7 @@ def pair_groups(masks: MaskSet, together: int) -> tuple[Bool[Tensor, "p h w"], .
 
 def worst_pairs(
     defense: Defense,
-    images: Float[Tensor, "b c h w"],
+    features: Float[Tensor, "b ..."],
     labels: Int[Tensor, " b"],
     together: int,
     candidates: int,
@@ -83,6 +83,7 @@ def worst_pairs(
     """Greedy cutout: for each image the mask with the largest loss, then the second one given the first.
 
     Args:
+        features: of the images, before any mask; nothing flows back to them.
         candidates: how many masks are tried in each of the two searches, drawn anew for each batch.
     """
     model, table = defense.model, defense.masks.hidden
@@ -90,16 +91,15 @@ def worst_pairs(
     model.eval()
     try:
         with torch.no_grad():
-            features = model.features(images)
-            hidden = torch.zeros(len(images), *table.shape[1:], dtype=torch.bool)
+            hidden = torch.zeros(len(labels), *table.shape[1:], dtype=torch.bool)
             for _ in range(together):
                 tried = table[torch.randperm(len(table), generator=random)[:candidates]]
                 each = hidden[:, None] | tried
-                jobs = torch.arange(len(images)).repeat_interleave(len(tried))
+                jobs = torch.arange(len(labels)).repeat_interleave(len(tried))
                 logits = model.logits(features, jobs, each.flatten(0, 1))
                 loss = torch.nn.functional.cross_entropy(logits, labels[jobs], reduction="none")
-                worst = loss.view(len(images), -1).argmax(1)
-                hidden = each[torch.arange(len(images)), worst]
+                worst = loss.view(len(labels), -1).argmax(1)
+                hidden = each[torch.arange(len(labels)), worst]
     finally:
         model.train(training)
     return hidden
