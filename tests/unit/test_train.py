@@ -99,16 +99,19 @@ def test_the_loss_of_a_greedy_point_is_the_loss_under_its_worst_masks(small: Rec
         hidden = worst_pairs(
             defense, defense.model.features(images).detach(), torch.arange(3), 2, len(table), generator(0)
         )
-        gradients = []
+        found = []
         for value in (
             masked_loss(replace(point, greedy=len(table)), images, labels, Loss(smoothing=0), None, generator(0)),
             torch.nn.functional.cross_entropy(defense.model.under(images, hidden), labels),
         ):
             defense.model.backbone.zero_grad()
             value.backward()
-            gradients.append(torch.cat([value.detach()[None], defense.model.backbone.blocks[0].mlp.fc1.weight.grad[0]]))
-        assert torch.allclose(*gradients, atol=1e-5)
-        assert gradients[0][1:].any()
+            gradient = defense.model.backbone.get_parameter("blocks.0.mlp.fc1.weight").grad
+            assert gradient is not None and gradient.any()
+            found.append((value.detach(), gradient.clone()))
+        (here, slope), (there, other) = found
+        assert torch.allclose(here, there, atol=1e-5)
+        assert torch.allclose(slope, other, atol=1e-5)
 
 
 def test_a_point_may_be_listed_twice_once_with_the_worst_masks(small: Recipe) -> None:
