@@ -96,9 +96,7 @@ def test_the_loss_of_a_greedy_point_is_the_loss_under_its_worst_masks(small: Rec
     for point in elastic(small):
         defense = point.defense
         table = defense.masks.hidden
-        hidden = worst_pairs(
-            defense, defense.model.features(images).detach(), torch.arange(3), 2, len(table), generator(0)
-        )
+        hidden = worst_pairs(defense, defense.model.features(images), torch.arange(3), 2, len(table), generator(0))
         found = []
         for value in (
             masked_loss(replace(point, greedy=len(table)), images, labels, Loss(smoothing=0), None, generator(0)),

@@ -56,7 +56,7 @@ def _under_masks(
     if not point.greedy:
         return model.under(images, point.draw(len(images), random).to(images.device))
     features = model.features(images)
-    hidden = worst_pairs(point.defense, features.detach(), labels.argmax(1), masks, point.greedy, random)
+    hidden = worst_pairs(point.defense, features, labels.argmax(1), masks, point.greedy, random)
     return model.logits(features, torch.arange(len(images), device=images.device), hidden.to(images.device))
 
 
