@@ -46,10 +46,15 @@ def measured(folders: Sequence[Path]) -> None:
     """Add what was measured to the cards."""
     found = [Result.load(file) for folder in folders for file in sorted(folder.glob("*.json"))]
     for file in sorted(WEIGHTS.glob("*.safetensors")):
-        digest = weights_sha256(load(file))
-        rows = [_row(result) for result in found if result.weights == digest]
+        own = {weights_sha256(load(name)) for name in (file, *_names(file, found))}
+        rows = [_row(result) for result in found if result.weights in own]
         _write(file, {**json.loads(file.with_suffix(".json").read_text()), "results": rows})
         print(f"{file.stem}: {len(rows)} results")
+
+
+def _names(file: Path, found: Sequence[Result]) -> set[str]:
+    """Other names of these weights in the results: another family's network may keep its norm elsewhere."""
+    return {result.defense for result in found if result.defense.startswith(f"{file.stem}:")}
 
 
 def _row(result: Result) -> dict[str, Any]:

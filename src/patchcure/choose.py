@@ -15,7 +15,7 @@ from patchcure.benchmark import speed
 from patchcure.defense import Defense
 from patchcure.evaluate import Progress, evaluate, pixels
 from patchcure.images import Data
-from patchcure.instances import ViTName
+from patchcure.instances import BagName, ViTName
 from patchcure.names import build, parse
 from patchcure.result import Result, Share
 from patchcure.zoo.files import save_config
@@ -109,7 +109,8 @@ def variants(
     """The same weights, run in other ways; what is impossible (masks that hide everything) is left out.
 
     Args:
-        splits: the k of a ViT; by default its own, none, all and three between.
+        splits: the k of a ViT, by default its own, none, all and three between; or of a hybrid that was built with
+            bag_k, by default its own and every one up to that.
         windows: of a ViT; by default its own and the paper's.
         budgets: how many masks on each axis, None being the defense's own.
     """
@@ -122,8 +123,13 @@ def variants(
         ks = splits or sorted({own.k, *(own.layers * quarter // 4 for quarter in range(5))})
         shapes = windows or dict.fromkeys([own.window, *WINDOWS])
         instances = [replace(own, window=window, k=k) for window, k in product(shapes, ks)]
+    elif isinstance(own, BagName) and "bag_k" in recipe and not windows:
+        instances = [replace(own, k=k) for k in splits or sorted({own.k, *own.splits(recipe["bag_k"])})]
     elif splits or windows:
-        raise ValueError(f"{own}: only the weights of a ViT serve several k and windows; vary the masks instead.")
+        raise ValueError(
+            f"{own}: only the weights of a ViT serve several k and windows, and those of a hybrid with bag_k several "
+            "k; vary the masks instead."
+        )
     weights = defense.model.backbone.state_dict()
     problem = None
     made = 0

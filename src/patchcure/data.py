@@ -89,11 +89,12 @@ def subset(n: int, limit: int | None = None, seed: int = 0) -> list[int]:
 
 
 def _below(root: Path, split: str) -> Path:
-    """The folder of a split, or the root where its folders are classes."""
+    """The folder of a split, or the root where its folders are classes; beside train and test others are ignored."""
     if not root.is_dir():
         raise FileNotFoundError(f"There is no folder {root}.")
     found = {path.name for path in _subfolders(root)}
-    if not found or found - {folder for folders in FOLDERS.values() for folder in folders}:
+    apart = found & set(FOLDERS["test"])
+    if not found or not (found <= {"train", *FOLDERS["test"]} or ("train" in found and apart)):
         return root
     for name in FOLDERS[split]:
         if name in found:

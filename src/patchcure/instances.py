@@ -125,6 +125,10 @@ class BagName:
         """L, the largest k (0 if there is no such network)."""
         return DESIGNS[self.depth].layers if self.depth in DESIGNS else 0
 
+    def splits(self, last: int) -> list[int]:
+        """Every k at which a network that is a BagNet up to layer `last` can be split."""
+        return [0, *(k for k in DESIGNS[self.depth].splits if k <= last)]
+
     def __str__(self) -> str:
         depth = "" if self.depth == 50 else f"-R{self.depth}"
         return f"PCURE-BagNet{self.field}{depth}-k{self.k}"

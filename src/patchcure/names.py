@@ -125,6 +125,9 @@ def build(
     >>> len(defense.masks), defense.model.grid
     (5, Grid(height=1, width=6))
     """
+    if unknown := sorted(set(model) - set(ModelOptions.__annotations__)):
+        expected = ", ".join(sorted(ModelOptions.__annotations__))
+        raise ValueError(f"{', '.join(unknown)}: no option of a model; expected some of {expected}.")
     instance = parse(name)
     chosen = instance.operation if operation is None else operation
     rule = _operation(chosen)

@@ -211,6 +211,8 @@ def test_a_truncated_photograph_is_named_and_can_be_mended(
         (["{file}", "--data", "digits", "--out", "{tmp}"], "is a folder: expected a file for the records"),
         (["{file}", "--data", "digits", "--out", os.devnull + "/r.jsonl"], os.devnull),
         (["{file}", "--data", "digits", "--out", "{tmp}/r.json"], "use the ending .jsonl"),
+        (["{file}", "--data", "digits", "--out", "{file}"], "is for the card of those weights"),
+        (["{file}", "--data", "digits", "--device", "nowhere"], "device: nowhere cannot be used here"),
         (
             ["{file}", "--data", "digits", "--limit", "9", "--out", "{tmp}/begun.jsonl"],
             "another batch: 5 there, 32 now",

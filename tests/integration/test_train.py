@@ -62,7 +62,9 @@ def test_killed_and_run_again_gives_the_same_weights(recipe: Path, tmp_path: Pat
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed" / "small.json").exists()
-    file = json.loads(finish(start(words)))["weights"]
+    out, err = start(words).communicate(timeout=300)
+    assert "step 40 of 40" in err and "0:00 h left" in err
+    file = json.loads(out)["weights"]
     finish(start(command(recipe, tmp_path / "whole", "--save-every", "1000")))
     again, undisturbed = load_file(file), load_file(tmp_path / "whole" / "small.safetensors")
     assert all(torch.equal(again[key], undisturbed[key]) for key in undisturbed)
@@ -92,8 +94,12 @@ def test_two_processes_learn_what_one_learns(recipe: Path, tmp_path: Path) -> No
     alone = [*command(recipe, tmp_path / "alone"), "--set", "optimiser.samples=24"]
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     running = [start(pair, *launcher), start(alone)]
-    for process in running:
-        finish(process)
+    printed = [finish(process) for process in running]
+    assert printed[0].count("small.safetensors") == 1, "one process speaks for both"
+    looks = [
+        json.loads((tmp_path / run / "small.json").read_text())["runs"][0]["held_out"] for run in ("pair", "alone")
+    ]
+    assert looks[0] == looks[1], "the held-out images are dealt to both"
     together, single = (load_file(tmp_path / run / "small.safetensors") for run in ("pair", "alone"))
     assert all(torch.allclose(together[key], single[key], atol=1e-5) for key in single)
 

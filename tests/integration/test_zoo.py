@@ -13,6 +13,8 @@ import patchcure
 from patchcure.data import open_data, preprocessing
 from patchcure.evaluate import pixels
 from patchcure.records import Records
+from patchcure.train import Recipe
+from patchcure.train.start import network
 from patchcure.zoo.files import WEIGHTS, check
 
 RESULTS = Path(__file__).parents[2] / "results" / "families"
@@ -35,6 +37,10 @@ def test_changed_weights_are_refused(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"its card ibp-digits\.json says"):
         patchcure.load(file)
+    with pytest.raises(ValueError, match=r"its card ibp-digits\.json says"):
+        patchcure.load("IBP-CNN", weights=file, image_size=8, in_chans=1, mean=[0.0], std=[1.0])
+    with pytest.raises(ValueError, match=r"its card ibp-digits\.json says"):
+        network(Recipe.load("ibp-digits", start__weights=str(file)))
 
 
 @pytest.mark.parametrize("name", ["ibp-digits"])

@@ -77,6 +77,18 @@ def test_variants_share_the_weights_and_leave_out_the_impossible(vit: patchcure.
     assert ks == {"0", "3", "6", "9", "12"}
 
 
+def test_a_hybrid_is_split_at_every_layer_that_it_was_built_for() -> None:
+    options = {"image_size": 32, "num_classes": 4, "width": 8, "patch": 5}
+    hybrid = patchcure.build("PCURE-BagNet9-R18-k9", bag_k=9, **options)  # type: ignore[arg-type]
+    made = {(each.recipe or {})["name"]: each for each in variants(hybrid)}
+    assert list(made) == [f"PCURE-BagNet9-R18-k{k}" for k in (0, 1, 3, 5, 7, 9)]
+    images = torch.rand(2, 3, 32, 32)
+    for each in made.values():
+        assert torch.allclose(each(images), hybrid(images), atol=1e-5), "the same network without masks"
+    with pytest.raises(ValueError, match="those of a hybrid with bag_k several k"):
+        list(variants(patchcure.build("PCURE-BagNet9-R18-k9", **options), splits=(5,)))  # type: ignore[arg-type]
+
+
 def test_only_a_vit_has_splits_to_vary() -> None:
     cnn = patchcure.build("IBP-CNN", image_size=16, patch=3, operation="double-masking", masks_per_axis=3)
     assert [len(each.masks) for each in variants(cnn, budgets=(2, 4))] == [4, 16]

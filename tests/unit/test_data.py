@@ -65,6 +65,12 @@ def test_splits_of_a_folder(folder: Make) -> None:
     root = folder("test/b/4.png")
     assert list(open_data(f"folder:{root}").keys) == ["b/4.png"]
     assert list(open_data(f"folder:{root}", split="val").keys) == ["a/3.png"]
+    root = folder("__MACOSX/a/1.png", "raw/5.png")
+    assert list(open_data(f"folder:{root}", split="val").keys) == ["a/3.png"], "other folders are ignored"
+
+
+def test_a_class_may_be_called_train(folder: Make) -> None:
+    assert open_data(f"folder:{folder('bus/1.png', 'train/2.png')}").classes == ("bus", "train")
 
 
 def test_the_fingerprint_tells_other_files_and_labels(folder: Make) -> None:

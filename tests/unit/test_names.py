@@ -80,6 +80,7 @@ def test_options_arrive() -> None:
         ({"name": "PCURE-ViT14x2-k9", "mask_stride": 1, "masks_per_axis": 3}, "not both"),
         ({"name": "PCURE-ViT14x2-k9", "in_chans": 1}, "need their own mean and std"),
         ({"name": "PCURE-ViT14x2-k9", "flavour": "mine"}, "expected 'ours' or 'published'"),
+        ({"name": "PCURE-ViT14x2-k9", "img_size": 96}, "img_size: no option of a model; expected some of bag_k"),
     ],
 )
 def test_mistakes_are_answered(arguments: dict[str, object], message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import yaml
 
 import patchcure
 from patchcure.data import open_data
+from patchcure.evaluate import pixels
 from patchcure.train import Recipe, train
 from patchcure.train.batches import Batches, generator, split
 from patchcure.train.losses import interval_loss, masked_loss, taught
-from patchcure.train.points import elastic, worst_pairs
+from patchcure.train.points import choose, elastic, worst_pairs
 from patchcure.train.recipe import RECIPES, Loss
 
 SMALL: dict[str, Any] = {
@@ -112,6 +115,30 @@ def test_the_loss_of_a_greedy_point_is_the_loss_under_its_worst_masks(small: Rec
         assert torch.allclose(slope, other, atol=1e-5)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_greedy_masks_are_found_where_the_features_are(small: Recipe) -> None:
+    defense = elastic(small)[1].defense.cuda()
+    features = defense.model.features(torch.rand(3, 3, 96, 96, device="cuda"))
+    assert worst_pairs(defense, features, torch.arange(3, device="cuda"), 2, 4, generator(0)).is_cuda
+
+
+def test_points_are_drawn_by_their_weights(small: Recipe) -> None:
+    points = [replace(point, weight=weight) for point, weight in zip(elastic(small), (6.0, 3.0, 1.0), strict=True)]
+    names = [choose(points, generator(0, number)).name for number in range(500)]
+    assert [names.count(point.name) for point in points] == pytest.approx([300, 150, 50], abs=40)
+
+
+def test_points_of_another_network_are_refused() -> None:
+    """A network that is a BagNet up to another layer has other receptive fields: the masks would not cover."""
+    hybrid = Recipe.load("hybrid-resnet-cifar10")
+    assert {"k9", "k1"} <= {point.name for point in elastic(hybrid)}
+    options = {key: value for key, value in hybrid.start.options.items() if key != "bag_k"}
+    with pytest.raises(ValueError, match=r"no point of the network of PCURE-BagNet.* needs start\.options\.bag_k"):
+        elastic(Recipe.load("hybrid-resnet-cifar10", start__options=options))
+    with pytest.raises(ValueError, match="patch belongs to each of the points"):
+        elastic(Recipe.load("hybrid-resnet-cifar10", start__options__patch=5))
+
+
 def test_a_point_may_be_listed_twice_once_with_the_worst_masks(small: Recipe) -> None:
     twice = Recipe(**{**SMALL, "points": [*SMALL["points"], {"name": "6x1-k12", "patch": 16, "greedy": 5}]})
     assert [point.greedy for point in elastic(twice)] == [0, 0, 0, 5]
@@ -137,11 +164,11 @@ def test_batches_depend_on_seed_and_step_only(small: Recipe, three_colours: Path
 
 
 def test_held_out_images_are_apart() -> None:
-    learn, held = split(10, 3, seed=0)
+    learn, held = split(10, 3)
     assert len(held) == 3 and sorted(learn + held) == list(range(10))
-    with pytest.raises(ValueError, match="would leave none"):
-        split(3, 3, seed=0)
-    few = split(1000, 300, seed=0)[1][:100]  # of data that is sorted by class: from all of them
+    with pytest.raises(ValueError, match="more than half"):
+        split(10, 6)
+    few = split(1000, 300)[1][:100]  # of data that is sorted by class: from all of them
     assert {number // 100 for number in few} == set(range(10))
 
 
@@ -201,6 +228,33 @@ def test_it_learns(small: Recipe, three_colours: Path, tmp_path: Path, change: d
     assert heard == [20]
 
 
+def test_the_best_weights_are_kept_and_a_run_tells_where_it_came_from(three_colours: Path, tmp_path: Path) -> None:
+    """The weights are those that were best on the held-out images, not the last; the run goes on without the file
+    that it started from."""
+    data = open_data(f"folder:{three_colours}", split="train")
+    first = train(Recipe(**SMALL), data, tmp_path / "first", workers=0)
+    change = {
+        "data": {"train": "folder", "validation": 12},
+        "start": {**SMALL["start"], "weights": str(first)},
+        "optimiser": {**SMALL["optimiser"], "samples": 64, "lr": 0.01},
+        "select": {"every": 2, "points": ["6x1-k12"], "images": 12},
+        "ema": 0.0,
+    }
+    recipe = Recipe(**{**SMALL, **change})
+    file = train(recipe, data, tmp_path / "second", workers=0)
+    card = json.loads(file.with_suffix(".json").read_text())
+    looks = [look["certified"] for look in card["runs"][-1]["held_out"]]
+    assert len(looks) == 8 and len(set(looks)) > 1
+    defense = patchcure.load(file)
+    images, items = pixels(defense, data, split(len(data), 12)[1])
+    safe = defense.certify(images, torch.tensor([item.label for item in items])).certified
+    assert safe.float().mean() == pytest.approx(max(looks), abs=1e-4)
+    assert card["runs"][-1]["start_sha256"] == hashlib.sha256(first.read_bytes()).hexdigest()
+    first.unlink()
+    again = train(recipe, data, tmp_path / "second", workers=0)
+    assert json.loads(again.with_suffix(".json").read_text()) == card
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -236,8 +290,49 @@ def test_what_does_not_fit_is_refused(small: Recipe, three_colours: Path, tmp_pa
     other = Recipe(**{**SMALL, "seed": 1})
     with pytest.raises(ValueError, match="another recipe"):
         train(other, data, tmp_path / "d", workers=0)
+    torch.save({"model": {}}, tmp_path / "d" / "checkpoint.pt")
+    with pytest.raises(ValueError, match="no checkpoint of a training run"):
+        train(small, data, tmp_path / "d", workers=0)
+    (tmp_path / "d" / "checkpoint.pt").write_bytes(b"half")
+    with pytest.raises(ValueError, match="cannot be read as a PyTorch checkpoint"):
+        train(small, data, tmp_path / "d", workers=0)
+    odd = Recipe(**{**SMALL, "data": {**SMALL["data"], "augment": {"auto": "rnd-m9"}}})
+    with pytest.raises(ValueError, match="timm cannot read 'rnd-m9'"):
+        train(odd, data, tmp_path / "e", workers=0)
+    held = Recipe(**{**SMALL, "data": {**SMALL["data"], "validation": 13}})
+    with pytest.raises(ValueError, match="13 of 24 training images would be held out"):
+        train(held, data, tmp_path / "e", workers=0)
+    with pytest.raises(ValueError, match="device: nowhere cannot be used"):
+        train(small, data, tmp_path / "e", workers=0, device="nowhere")
+    assert not (tmp_path / "e").exists()
     with pytest.raises(FileNotFoundError, match="elastic-vit-ti-cifar10"):
         Recipe.load("no-such-recipe")
+
+
+def test_mixup_needs_pairs_in_every_process(small: Recipe, three_colours: Path) -> None:
+    data = open_data(f"folder:{three_colours}", split="train")
+    model = elastic(small)[0].defense.model
+    with pytest.raises(ValueError, match="in pairs, but 1 images of each step"):
+        Batches(data, range(len(data)), model, small.data.augment, small.optimiser, range(1), 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_named_in_one_line(small: Recipe, three_colours: Path, tmp_path: Path, workers: int) -> None:
+    for file in (three_colours / "train" / "red").iterdir():
+        file.write_bytes(file.read_bytes()[:80])
+    with pytest.raises(ValueError, match=r"red.\d\.png") as caught:
+        train(small, open_data(f"folder:{three_colours}", split="train"), tmp_path / "out", workers=workers)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_value_of_a_recipe_can_be_changed() -> None:
+    changed = Recipe.load("ibp-digits", points__0__weight=2, optimiser__samples=64)
+    assert changed.points[0].weight == 2
+    assert (changed.optimiser.samples, changed.optimiser.epochs) == (64, None)
+    assert Recipe.load("elastic-vit-ti-cifar10", optimiser__epochs=1).optimiser.samples is None
+    for wrong in ("points__7__weight", "optimiser__lr__high", "points__first"):
+        with pytest.raises(ValueError, match="there is nothing to set"):
+            Recipe.load("ibp-digits", **{wrong: 1})
 
 
 def test_every_shipped_recipe_is_valid() -> None:

@@ -164,6 +164,8 @@ def _files(names: Sequence[str], data: str, out: Path | None) -> list[Path]:
     if len(names) == 1 and out is not None:
         if out.suffix == ".json":
             raise ValueError(f"--out: {out} is where the result goes, beside the records: use the ending .jsonl.")
+        if out.with_suffix(".safetensors").exists():
+            raise ValueError(f"--out: {out.with_suffix('.json')} is for the card of those weights: use another name.")
         return [out]
     folder = Path("evaluate-output") if out is None else out
     kind = "" if out else f"-{_word(data)}"

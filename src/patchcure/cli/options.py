@@ -68,6 +68,7 @@ def loaded(
         num_classes: of the data; an instance with weights of its own is built for so many.
         change: further options, as `setting` reads them.
     """
+    from patchcure._device import usable
     from patchcure.zoo import load
 
     options["patch"] = None if patch is None else size(patch)
@@ -75,4 +76,5 @@ def loaded(
         options["num_classes"] = num_classes
     given = {key: value for key, value in options.items() if value is not None}
     given |= dict(map(setting, change or []))
-    return load(name, weights=weights, **given).to(device)
+    where = usable(device)
+    return load(name, weights=weights, **given).to(where)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,9 @@ from patchcure.cli.options import Json, setting
 
 if TYPE_CHECKING:
     from patchcure.train.run import Say
+
+MEMORY = 3600.0
+"""Seconds of the past from which the bar tells the time left; a step may take several."""
 
 
 def train(
@@ -40,6 +44,7 @@ def train(
     import torch
 
     from patchcure.data import open_data
+    from patchcure.shards import Shard
     from patchcure.train import Recipe
     from patchcure.train import train as run
 
@@ -52,7 +57,8 @@ def train(
     folder = out or Path("train-output") / chosen.name
     if threads is not None:
         torch.set_num_threads(threads)
-    with _shown(chosen.name, folder if tensorboard else None) as say:
+    first = Shard.here().rank == 0
+    with _shown(chosen.name, folder if tensorboard else None) if first else nullcontext() as say:
         file = run(
             chosen,
             open_data(chosen.data.train, split="train"),
@@ -62,7 +68,8 @@ def train(
             save_every=save_every,
             say=say,
         )
-    typer.echo(json.dumps({"weights": str(file), "card": str(file.with_suffix(".json"))}) if as_json else file)
+    if first:
+        typer.echo(json.dumps({"weights": str(file), "card": str(file.with_suffix(".json"))}) if as_json else file)
 
 
 @contextmanager
@@ -78,14 +85,23 @@ def _shown(name: str, board: Path | None) -> Iterator[Say]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
-        *columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=not console.is_terminal
+        *columns,
+        TextColumn("loss {task.fields[loss]}"),
+        console=console,
+        disable=not console.is_terminal,
+        speed_estimate_period=MEMORY,
     ) as bar:
         task = bar.add_task(name, total=None, loss="–")
+        began: tuple[int, float] | None = None
 
         def say(step: int, steps: int, line: dict[str, Any]) -> None:
+            nonlocal began
             bar.update(task, total=steps, completed=step, loss=line["loss"])
             if not console.is_terminal:
-                print(f"{name}: step {step} of {steps}, loss {line['loss']}", file=sys.stderr, flush=True)
+                now = time.monotonic()
+                first, since = began = began or (step, now)
+                left = f", {_time((steps - step) * (now - since) / (step - first))} left" if step > first else ""
+                print(f"{name}: step {step} of {steps}, loss {line['loss']}{left}", file=sys.stderr, flush=True)
             if writer is not None:
                 for key in ("loss", "lr"):
                     writer.add_scalar(key, line[key], step)
@@ -93,3 +109,12 @@ def _shown(name: str, board: Path | None) -> Iterator[Say]:
         yield say
     if writer is not None:
         writer.close()
+
+
+def _time(seconds: float) -> str:
+    """Hours and minutes.
+
+    >>> _time(7290)
+    '2:02 h'
+    """
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02} h"

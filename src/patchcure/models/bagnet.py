@@ -32,18 +32,20 @@ class Design:
         """The name's number: convolutions on the main path and the classifier."""
         return 2 + sum(self.blocks) * (3 if self.bottleneck else 2)
 
+    @property
+    def splits(self) -> list[int]:
+        """Where the network can be split: after its stem, after each residual block, and after everything."""
+        each = 3 if self.bottleneck else 2
+        return [*(1 + each * n for n in range(sum(self.blocks))), self.layers]
+
     def blocks_before(self, k: int) -> int:
         """How many residual blocks lie before layer k; k = all layers is the whole backbone."""
-        each = 3 if self.bottleneck else 2
-        if k == self.layers:
-            return sum(self.blocks)
-        possible = [1 + each * n for n in range(sum(self.blocks))]
-        if k not in possible:
+        if k not in self.splits:
             raise ValueError(
-                f"k: this network can be split after its stem and after each residual block, at k in "
-                f"{[*possible, self.layers]} (0 is any classifier with masks on the pixels); got {k}."
+                f"k: this network can be split after its stem and after each residual block, at k in {self.splits} (0 "
+                f"is any classifier with masks on the pixels); got {k}."
             )
-        return possible.index(k)
+        return self.splits.index(k)
 
 
 DESIGNS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,17 @@ from patchcure.models.base import SplitModel
 from patchcure.train.recipe import Augment, Optimiser
 
 
-def split(count: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
+def split(count: int, held_out: int) -> tuple[list[int], list[int]]:
     """Numbers of the images to learn from, and of those that are held out, in random order: the first of them are a
-    fair sample, also where the data is sorted by class. The same for the same seed."""
-    if held_out >= count:
-        raise ValueError(f"data.validation: {held_out} of {count} training images would leave none to learn from.")
-    order = np.random.default_rng(seed).permutation(count).tolist()
+    fair sample, also where the data is sorted by class.
+
+    The same for every recipe, so that weights that are trained on, with another seed, never learned from them.
+    """
+    if 2 * held_out > count:
+        raise ValueError(
+            f"data.validation: {held_out} of {count} training images would be held out, more than half: set it lower."
+        )
+    order = np.random.default_rng(0).permutation(count).tolist()
     return sorted(order[held_out:]), order[:held_out]
 
 
@@ -58,25 +63,35 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
         self.batch, self.micro = optimiser.batch, optimiser.parts
         self.classes, self.channels = model.num_classes, len(model.mean)
         size = model.image
-        self.transform: Any = transforms_imagenet_train(
-            img_size=(size.height, size.width),
-            scale=augment.scale,
-            ratio=augment.ratio,
-            hflip=augment.flip,
-            color_jitter=0.0,
-            auto_augment=augment.auto,
-            interpolation="bicubic",
-            mean=(0.0, 0.0, 0.0),
-            std=(1.0, 1.0, 1.0),
-            normalize=True,
-            re_prob=augment.erase,
-            re_mode="pixel",
-        )
+        try:
+            self.transform: Any = transforms_imagenet_train(
+                img_size=(size.height, size.width),
+                scale=augment.scale,
+                ratio=augment.ratio,
+                hflip=augment.flip,
+                color_jitter=0.0,
+                auto_augment=augment.auto,
+                interpolation="bicubic",
+                mean=(0.0, 0.0, 0.0),
+                std=(1.0, 1.0, 1.0),
+                normalize=True,
+                re_prob=augment.erase,
+                re_mode="pixel",
+            )
+        except (AssertionError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"data.augment.auto: timm cannot read {augment.auto!r}; expected such as rand-m9-mstd0.5."
+            ) from error
         self.mixup: Any = (
             Mixup(augment.mixup, augment.cutmix, label_smoothing=0.0, num_classes=model.num_classes)
             if augment.mixup or augment.cutmix
             else None
         )
+        if self.mixup is not None and (len(own) % self.micro % 2 or self.micro % 2):
+            raise ValueError(
+                f"mixup and cutmix take images in pairs, but {len(own)} images of each step are this process's: choose "
+                "optimiser.batch and micro so that every part is even."
+            )
 
     def numbers(self, step: int) -> list[int]:
         """The images of a step: one random order of all images after the other."""
@@ -104,9 +119,12 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
             mixed.append(self.mixup(batch[start : start + self.micro], target[start : start + self.micro]))
         return torch.cat([images for images, _ in mixed]), torch.cat([labels for _, labels in mixed])
 
-    def steps(self, first: int, last: int, workers: int) -> Iterable[tuple[Tensor, Tensor]]:
+    def steps(self, first: int, last: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The steps from `first` to before `last`, in order; with workers, made ahead in other processes."""
-        return DataLoader(self, batch_size=None, sampler=range(first, last), num_workers=workers)
+        try:
+            yield from DataLoader(self, batch_size=None, sampler=range(first, last), num_workers=workers)
+        except (ValueError, OSError) as error:  # from a worker with its whole traceback, whose last line tells
+            raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
 
 
 def reseed(*numbers: int) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from patchcure._atomic import write_atomically
 from patchcure._torchvision import ensure_torchvision
 from patchcure.train.recipe import Recipe
+from patchcure.zoo.checkpoint import unpickled
 
 
 @dataclass
@@ -26,6 +27,7 @@ class State:
         seconds: how long all sittings of the run took.
         losses: since the last line of the log.
         history: what was measured on held-out images.
+        origin: where the first weights came from, see `patchcure.train.start.origin`.
     """
 
     backbone: nn.Module
@@ -36,6 +38,7 @@ class State:
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
+    origin: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def new(cls, recipe: Recipe, backbone: nn.Module) -> State:
@@ -68,6 +71,7 @@ class State:
             "seconds": self.seconds,
             "losses": self.losses,
             "history": self.history,
+            "origin": self.origin,
             "backbone": self.backbone.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "average": None if self.average is None else self.average.module.state_dict(),
@@ -75,17 +79,21 @@ class State:
         buffer = io.BytesIO()
         torch.save(content, buffer)
         write_atomically(file, buffer.getvalue())
+        for left in file.parent.glob(f".{file.name}.*.part"):  # by a process that was killed while it wrote
+            left.unlink(missing_ok=True)
 
     def read(self, file: Path, fingerprint: str) -> None:
         """Go on from a checkpoint, which must be of the same recipe and data."""
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = unpickled(file)
+        if not isinstance(content, dict) or "fingerprint" not in content:
+            raise ValueError(f"{file} is no checkpoint of a training run: choose another folder, or delete it.")
         if content["fingerprint"] != fingerprint:
             raise ValueError(
                 f"{file} belongs to another recipe or other data: choose another folder for this run, or delete that "
                 "one."
             )
         self.step, self.best, self.seconds = content["step"], content["best"], content["seconds"]
-        self.losses, self.history = content["losses"], content["history"]
+        self.losses, self.history, self.origin = content["losses"], content["history"], content["origin"]
         self.backbone.load_state_dict(content["backbone"])
         self.optimiser.load_state_dict(content["optimiser"])
         if self.average is not None:
@@ -100,7 +108,7 @@ class Log:
         lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         if lines or step == 0:
-            file.write_text("".join(kept))
+            write_atomically(file, "".join(kept).encode())
 
     def add(self, line: dict[str, Any]) -> None:
         """Write a line at once."""

@@ -57,7 +57,7 @@ def _under_masks(
         return model.under(images, point.draw(len(images), random).to(images.device))
     features = model.features(images)
     hidden = worst_pairs(point.defense, features, labels.argmax(1), masks, point.greedy, random)
-    return model.logits(features, torch.arange(len(images), device=images.device), hidden.to(images.device))
+    return model.logits(features, torch.arange(len(images), device=images.device), hidden)
 
 
 @torch.no_grad()

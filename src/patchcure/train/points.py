@@ -37,6 +37,8 @@ class Point:
 def elastic(recipe: Recipe, backbone: torch.nn.Module | None = None) -> list[Point]:
     """The points of a recipe around one network; the first one's network, unless another is given."""
     points: list[Point] = []
+    if wrong := sorted({"name", "patch", "masks_per_axis"} & set(recipe.start.options)):
+        raise ValueError(f"start.options: {', '.join(wrong)} belongs to each of the points, not to the network.")
     for choice in recipe.points:
         with torch.device("meta" if backbone is not None else "cpu"):
             defense = build(
@@ -47,11 +49,22 @@ def elastic(recipe: Recipe, backbone: torch.nn.Module | None = None) -> list[Poi
             )
         if backbone is None:
             backbone = defense.model.backbone
+        _same(choice.name, defense.model.backbone, recipe.start.instance, backbone)
         defense.model.backbone = backbone
         groups = pair_groups(defense.masks, recipe.loss.masks)
         greedy = recipe.loss.greedy if choice.greedy is None else choice.greedy
         points.append(Point(choice.name, choice.weight, defense, groups, greedy))
     return points
+
+
+def _same(point: str, network: torch.nn.Module, instance: str, shared: torch.nn.Module) -> None:
+    """Refuse a point of another network: the geometry that its masks rely on would not be that of the weights."""
+    needs, has = ({key: value.shape for key, value in each.state_dict().items()} for each in (network, shared))
+    if other := sorted(key for key in needs.keys() | has.keys() if needs.get(key) != has.get(key)):
+        raise ValueError(
+            f"points: {point} is no point of the network of {instance} ({other[0]} differs). A hybrid that is split at "
+            "several layers needs start.options.bag_k, the last of them."
+        )
 
 
 def pair_groups(masks: MaskSet, together: int) -> tuple[Bool[Tensor, "p h w"], ...]:
@@ -86,20 +99,21 @@ def worst_pairs(
         features: of the images, before any mask; nothing flows back to them.
         candidates: how many masks are tried in each of the two searches, drawn anew for each batch.
     """
-    model, table = defense.model, defense.masks.hidden
+    model, device = defense.model, features.device
+    table = defense.masks.hidden.to(device)
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            hidden = torch.zeros(len(labels), *table.shape[1:], dtype=torch.bool)
+            hidden = torch.zeros(len(labels), *table.shape[1:], dtype=torch.bool, device=device)
             for _ in range(together):
-                tried = table[torch.randperm(len(table), generator=random)[:candidates]]
+                tried = table[torch.randperm(len(table), generator=random)[:candidates].to(device)]
                 each = hidden[:, None] | tried
-                jobs = torch.arange(len(labels)).repeat_interleave(len(tried))
+                jobs = torch.arange(len(labels), device=device).repeat_interleave(len(tried))
                 logits = model.logits(features, jobs, each.flatten(0, 1))
                 loss = torch.nn.functional.cross_entropy(logits, labels[jobs], reduction="none")
                 worst = loss.view(len(labels), -1).argmax(1)
-                hidden = each[torch.arange(len(labels)), worst]
+                hidden = each[torch.arange(len(labels), device=device), worst]
     finally:
         model.train(training)
     return hidden

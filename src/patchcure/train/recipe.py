@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,7 +214,8 @@ class Recipe(Part):
 
         Args:
             file: where it is.
-            **changes: values to put in place of the file's; ``optimiser__samples=1000`` reaches inside.
+            **changes: values to put in place of the file's; ``optimiser__samples=1000`` reaches inside, and
+                ``points__0__weight=2`` into a list. Of samples and epochs one takes the other's place.
         """
         path = Path(file)
         if not path.is_file():
@@ -228,11 +230,10 @@ class Recipe(Part):
         if not isinstance(content, dict):
             raise ValueError(f"{path}: expected a mapping with name, data, start, points and optimiser.")
         for key, value in changes.items():
-            *outer, last = key.split("__")
-            inside = content
-            for step in outer:
-                inside = inside.setdefault(step, {})
-            inside[last] = value
+            content = _changed(content, key.split("__"), value)
+        for length, other in (("samples", "epochs"), ("epochs", "samples")):
+            if changes.get(f"optimiser__{length}") is not None and f"optimiser__{other}" not in changes:
+                content["optimiser"].pop(other, None)
         try:
             return cls(**content)
         except ValidationError as error:
@@ -243,3 +244,16 @@ class Recipe(Part):
     def fingerprint(self) -> str:
         """Tells whether a checkpoint belongs to this recipe."""
         return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+
+
+def _changed(content: Any, path: Sequence[str], value: Any) -> Any:
+    """What was read, with another value; the path has keys, and numbers where there are lists."""
+    if not path:
+        return value
+    first, *rest = path
+    if isinstance(content, dict):
+        return {**content, first: _changed(content.get(first, {}), rest, value)}
+    if isinstance(content, list) and first.isdecimal() and int(first) < len(content):
+        place = int(first)
+        return [*content[:place], _changed(content[place], rest, value), *content[place + 1 :]]
+    raise ValueError(f"{'.'.join(path)}: there is nothing to set; expected a key of the recipe, such as optimiser.lr.")

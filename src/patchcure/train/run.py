@@ -4,70 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchcure._atomic import write_atomically
 from patchcure.defense import Defense
 from patchcure.evaluate import pixels
 from patchcure.images import Data
-from patchcure.shards import Shard
 from patchcure.train.batches import Batches, generator, reseed, split
 from patchcure.train.checkpoint import Log, State
 from patchcure.train.losses import masked_loss
 from patchcure.train.points import Point, choose, elastic
 from patchcure.train.recipe import Recipe
-from patchcure.train.start import network
-from patchcure.zoo.files import find, save
+from patchcure.train.start import network, origin
+from patchcure.train.world import World, place
+from patchcure.zoo.files import save
 
 LOG_EVERY = 20
 """Steps between two lines of the log."""
 
 Say = Callable[[int, int, dict[str, Any]], None]
 """Told after some steps: the step, how many there are, and the line of the log."""
-
-
-@dataclass(frozen=True)
-class World:
-    """The processes that train together, as torchrun starts them."""
-
-    rank: int = 0
-    size: int = 1
-
-    @classmethod
-    def join(cls) -> World:
-        """Meet the others, if there are any."""
-        here = Shard.here()
-        if here.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        return cls(here.rank, here.world)
-
-    def share(self, batch: int) -> range:
-        """Which images of a step are this process's."""
-        if batch % self.size:
-            raise ValueError(f"optimiser.batch: {batch} images cannot be dealt to {self.size} processes.")
-        each = batch // self.size
-        return range(self.rank * each, (self.rank + 1) * each)
-
-    def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients over all processes."""
-        if self.size == 1:
-            return
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        parts = (flat / self.size).split([grad.numel() for grad in grads])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
 
 
 def train(
@@ -97,31 +61,37 @@ def train(
     Returns:
         The file with the weights, for `patchcure.load`.
     """
-    world = World.join()
+    where = place(device)
+    world = World.join(where)
     out = Path(out)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    checkpoint, fingerprint = out / "checkpoint.pt", _fingerprint(recipe, data)
+    begun = checkpoint.is_file()
     torch.manual_seed(recipe.seed)
-    points = elastic(recipe, network(recipe))
+    points = elastic(recipe, network(recipe, new=begun))
     model = points[0].defense.model
-    _fits(data, model.num_classes)
-    learn, held = split(len(data), recipe.data.validation, recipe.seed)
+    learn, held = split(len(data), recipe.data.validation)
+    _fits(data, model.num_classes, learn)
     batches = Batches(
         data, learn, model, recipe.data.augment, recipe.optimiser, world.share(recipe.optimiser.batch), recipe.seed
     )
-    out.mkdir(parents=True, exist_ok=True)
     for point in points:
         point.defense.to(where)
     state = State.new(recipe, model.backbone)
-    checkpoint, fingerprint = out / "checkpoint.pt", _fingerprint(recipe, data)
-    if checkpoint.is_file():
+    if begun:
         state.read(checkpoint, fingerprint)
+    else:
+        state.origin = origin(recipe)
+    if world.total(state.step) != [state.step * world.size]:
+        raise ValueError(f"The processes are at different steps (this one at {state.step}): let all see one {out}.")
     judged = points if state.average is None else elastic(recipe, state.weights)
     for point in judged:
         point.defense.to(where)
-    log = Log(out / "log.jsonl", state.step) if world.rank == 0 else None
+    log = None
+    if world.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        log = Log(out / "log.jsonl", state.step)
     steps = recipe.optimiser.steps(len(learn))
     schedule = _schedule(recipe, state.optimiser, steps)
-    parameters = [p for p in model.backbone.parameters() if p.requires_grad]
     clock = time.monotonic() - state.seconds
     for images, labels in batches.steps(state.step, steps, workers):
         schedule.step_update(state.step)
@@ -129,15 +99,15 @@ def train(
             point.defense.train()
         inputs = images.to(where), labels.to(where)
         loss = _gradients(recipe, points, *inputs, state.step, batches.own.start, state.step / steps)
-        if not math.isfinite(loss):
+        world.average(_shared(model.backbone, loss, world))
+        if not loss.isfinite():
             raise FloatingPointError(
-                f"The loss is {loss} at step {state.step}: use a smaller optimiser.lr or a longer warm-up, in "
+                f"The loss is {loss.item()} at step {state.step}: use a smaller optimiser.lr or a longer warm-up, in "
                 "another folder."
             )
-        state.losses.append(loss)
-        world.average(parameters)
+        state.losses.append(loss.item())
         if recipe.optimiser.clip is not None:
-            nn.utils.clip_grad_norm_(parameters, recipe.optimiser.clip)
+            nn.utils.clip_grad_norm_(model.backbone.parameters(), recipe.optimiser.clip)
         state.optimiser.step()
         state.optimiser.zero_grad()
         state.step += 1
@@ -153,25 +123,37 @@ def train(
                 log.add({**line, "seconds": round(state.seconds, 1)})
             if say is not None:
                 say(state.step, steps, line)
-        if log is None:
-            continue
         if recipe.select.points and (state.step % recipe.select.every == 0 or last):
-            _look(recipe, state, judged, data, held, out)
-            log.add(state.history[-1])
-        if state.step % save_every == 0 or last:
+            best = _look(recipe, state, judged, data, held, world)
+            if log is not None:
+                log.add(state.history[-1])
+                if best:
+                    save(judged[0].defense, _weights(recipe, out))
+        if log is not None and (state.step % save_every == 0 or last):
             state.write(checkpoint, fingerprint)
     if log is not None:
         _finish(recipe, state, judged[0], data, out)
+    world.wait()
     return _weights(recipe, out)
+
+
+def _shared(backbone: nn.Module, loss: Tensor, world: World) -> list[Tensor]:
+    """What the processes average after each batch: gradients, batch norm's statistics, the loss."""
+    if world.size > 1:
+        for parameter in backbone.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in backbone.parameters() if parameter.grad is not None]
+    return [*gradients, *(buffer for buffer in backbone.buffers() if buffer.is_floating_point()), loss]
 
 
 def _gradients(
     recipe: Recipe, points: Sequence[Point], images: Tensor, labels: Tensor, step: int, first: int, progress: float
-) -> float:
+) -> Float[Tensor, ""]:
     """The gradients of one batch and its loss; each part of it draws its own point and masks."""
     teacher = next((point for point in points if point.name == recipe.loss.teacher), None)
     micro = recipe.optimiser.parts
-    total = 0.0
+    total = torch.zeros((), device=images.device)
     for start in range(0, len(images), micro):
         random = generator(recipe.seed, 4, step, first + start)
         reseed(recipe.seed, 5, step, first + start)
@@ -180,7 +162,7 @@ def _gradients(
             loss = masked_loss(choose(points, random), x, y, recipe.loss, teacher, random, progress)
         loss = loss * len(x) / len(images)
         loss.backward()
-        total += loss.item()
+        total += loss.detach()
     return total
 
 
@@ -198,14 +180,14 @@ def _schedule(recipe: Recipe, optimiser: torch.optim.Optimizer, steps: int) -> A
     )
 
 
-def _fits(data: Data, classes: int) -> None:
-    """Refuse data with other classes than the model's, or with a class that has no image."""
+def _fits(data: Data, classes: int, learn: Sequence[int]) -> None:
+    """Refuse data with other classes than the model's, or with a class that has no image to learn from."""
     if len(data.classes) != classes:
         raise ValueError(
             f"{data.name} has {len(data.classes)} classes, the model {classes}: set start.options.num_classes to "
             f"{len(data.classes)}."
         )
-    found = set(data.labels)
+    found = {data.labels[number] for number in learn}
     if empty := [name for number, name in enumerate(data.classes) if number not in found]:
         raise ValueError(f"{data.name} has no training image of {', '.join(empty[:5])}: add some or remove the class.")
 
@@ -214,28 +196,31 @@ def _fingerprint(recipe: Recipe, data: Data) -> str:
     return hashlib.sha256(f"{recipe.fingerprint} {data.fingerprint}".encode()).hexdigest()
 
 
-def _look(recipe: Recipe, state: State, points: Sequence[Point], data: Data, held: Sequence[int], out: Path) -> None:
-    """Measure certified accuracy on held-out images; write the weights if they are the best so far."""
+def _look(recipe: Recipe, state: State, points: Sequence[Point], data: Data, held: Sequence[int], world: World) -> bool:
+    """Measure certified accuracy on held-out images, dealt to all processes; are these the best weights so far?"""
+    chosen = held[: recipe.select.images]
     scores: dict[str, tuple[float, float]] = {}
     for point in points:
         if point.name in recipe.select.points and point.name not in scores:
-            scores[point.name] = accuracy(point.defense.eval(), data, held[: recipe.select.images])
+            own = _counted(point.defense.eval(), data, chosen[world.rank :: world.size])
+            right, safe = (round(count / len(chosen), 4) for count in world.total(*own))
+            scores[point.name] = right, safe
     mean = sum(certified for _, certified in scores.values()) / len(scores)
     state.history.append({"step": state.step, "certified": round(mean, 4), "points": scores})
-    if mean >= state.best:
-        state.best = mean
-        save(points[0].defense, _weights(recipe, out))
+    best = mean >= state.best
+    state.best = max(state.best, mean)
+    return best
 
 
-def accuracy(defense: Defense, data: Data, numbers: Sequence[int], batch: int = 50) -> tuple[float, float]:
-    """Clean and certified accuracy on some images."""
+def _counted(defense: Defense, data: Data, numbers: Sequence[int], batch: int = 50) -> tuple[int, int]:
+    """How many of these images are classified correctly, and how many are certified."""
     right = safe = 0
     for start in range(0, len(numbers), batch):
         images, items = pixels(defense, data, numbers[start : start + batch])
         labels = torch.tensor([item.label for item in items], device=images.device)
         right += int((defense.predict(images).labels == labels).sum())
         safe += int(defense.certify(images, labels, detail="verdict").certified.sum())
-    return round(right / len(numbers), 4), round(safe / len(numbers), 4)
+    return right, safe
 
 
 def _weights(recipe: Recipe, out: Path) -> Path:
@@ -256,22 +241,12 @@ def _finish(recipe: Recipe, state: State, first: Point, data: Data, out: Path) -
         "hours": round(state.seconds / 3600, 2),
         "torch": torch.__version__,
         "held_out": state.history,
+        "start_sha256": state.origin["sha256"],
     }
     card = {
         "name": recipe.name,
         "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
         "data": {"name": data.name, "split": data.split, "images": len(data), "fingerprint": data.fingerprint},
-        "runs": [*_earlier(recipe), run],
+        "runs": [*state.origin["runs"], run],
     }
     write_atomically(out / f"{recipe.name}.json", (json.dumps(card, indent=2) + "\n").encode())
-
-
-def _earlier(recipe: Recipe) -> list[dict[str, Any]]:
-    """The runs that made the weights that this one started from, if their card tells."""
-    if recipe.start.weights in ("scratch", "timm"):
-        return []
-    card = find(recipe.start.weights).with_suffix(".json")
-    if not card.is_file():
-        return []
-    runs: list[dict[str, Any]] = json.loads(card.read_text()).get("runs", [])
-    return runs

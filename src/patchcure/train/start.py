@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -11,16 +14,21 @@ from patchcure.names import parse
 from patchcure.train.recipe import Recipe
 from patchcure.zoo import released
 from patchcure.zoo.checkpoint import fit, read
-from patchcure.zoo.files import find
+from patchcure.zoo.files import check, find
 
 
-def network(recipe: Recipe) -> nn.Module:
-    """The network that a recipe starts from; a classifier of another size is left new."""
+def network(recipe: Recipe, new: bool = False) -> nn.Module:
+    """The network that a recipe starts from; a classifier of another size is left new.
+
+    Args:
+        new: do not look for the weights: a checkpoint has others.
+    """
     start = recipe.start
-    model = parse(start.instance).model(**{**start.options, "pretrained": start.weights == "timm"})
+    model = parse(start.instance).model(**{**start.options, "pretrained": start.weights == "timm" and not new})
     backbone: Any = model.backbone
-    if start.weights not in ("scratch", "timm"):
-        tensors = released.timm_layout(read(find(start.weights)))
+    if not new and (file := _file(recipe)) is not None:
+        check(file)
+        tensors = released.timm_layout(read(file))
         own = backbone.state_dict()
         for key in ("head.weight", "head.bias", "fc.weight", "fc.bias"):
             if key in tensors and key in own and tensors[key].shape != own[key].shape:
@@ -32,6 +40,22 @@ def network(recipe: Recipe) -> nn.Module:
         _drop_paths(backbone, start.drop_path)
     found: nn.Module = backbone
     return found
+
+
+def origin(recipe: Recipe) -> dict[str, Any]:
+    """Where the first weights came from, for the card: their sha256, and the runs that their own card tells of."""
+    file = _file(recipe)
+    if file is None:
+        return {"sha256": None, "runs": []}
+    card = file.with_suffix(".json")
+    told = json.loads(card.read_text()) if card.is_file() else {}
+    runs = told.get("runs", []) if isinstance(told, dict) else []
+    return {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "runs": runs}
+
+
+def _file(recipe: Recipe) -> Path | None:
+    """The file of the first weights, where it is one."""
+    return None if recipe.start.weights in ("scratch", "timm") else find(recipe.start.weights)
 
 
 def _drop_paths(backbone: Any, rate: float) -> None:

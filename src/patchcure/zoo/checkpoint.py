@@ -32,14 +32,7 @@ def read(file: Path) -> Tensors:
             return load_file(file)
         except SafetensorError as error:
             raise ValueError(f"{file} is not a complete safetensors file: {error}.") from error
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        reason = str(error).strip().splitlines()
-        raise ValueError(
-            f"{file} cannot be read as a PyTorch checkpoint of plain tensors: {reason[0] if reason else error!r}"
-        ) from error
+    content = unpickled(file)
     for wrapper in WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
@@ -47,6 +40,18 @@ def read(file: Path) -> Tensors:
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise ValueError(f"{file} does not hold a dictionary of named tensors, which a checkpoint must.")
     return {str(key).removeprefix("module."): value for key, value in content.items()}
+
+
+def unpickled(file: Path) -> Any:
+    """What a PyTorch file holds, if that is plain data and tensors."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"{file} cannot be read as a PyTorch checkpoint of plain tensors: {reason[0] if reason else error!r}"
+        ) from error
 
 
 def fit(model: SplitModel, tensors: Tensors, source: str, need_head: bool = True) -> None:

@@ -59,6 +59,7 @@ def load(name_or_file: str | Path, *, weights: str | Path | None = None, **optio
     (4, 0)
     """
     if weights is not None:
+        check(Path(weights))
         defense = build(str(name_or_file), **options)
         fit(defense.model, released.timm_layout(read(Path(weights))), str(weights), need_head=False)
         return defense
@@ -163,7 +164,8 @@ def check(file: Path) -> None:
     card = file.with_suffix(".json")
     if file.suffix != ".safetensors" or not card.is_file():
         return
-    wanted = json.loads(card.read_text()).get("sha256")
+    told = json.loads(card.read_text())
+    wanted = told.get("sha256") if isinstance(told, dict) else None
     found = hashlib.sha256(file.read_bytes()).hexdigest()
     if wanted not in (None, found):
         raise ValueError(
