@@ -9,6 +9,7 @@ import patchcure
 
 ORDER = [
     "_atomic",
+    "_device",
     "_torchvision",
     "geometry",
     "preprocess",

@@ -115,6 +115,6 @@ def _time(seconds: float) -> str:
     """Hours and minutes.
 
     >>> _time(7290)
-    '2:02 h'
+    '2:01 h'
     """
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02} h"
