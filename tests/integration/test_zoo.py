@@ -15,7 +15,8 @@ from patchcure.evaluate import pixels
 from patchcure.records import Records
 from patchcure.train import Recipe
 from patchcure.train.start import network
-from patchcure.zoo.files import WEIGHTS, check
+from patchcure.zoo.checkpoint import check
+from patchcure.zoo.files import WEIGHTS
 
 RESULTS = Path(__file__).parents[2] / "results" / "families"
 

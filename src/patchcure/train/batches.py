@@ -87,7 +87,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
             if augment.mixup or augment.cutmix
             else None
         )
-        if self.mixup is not None and (len(own) % self.micro % 2 or self.micro % 2):
+        if self.mixup is not None and len(own) % self.micro % 2:
             raise ValueError(
                 f"mixup and cutmix take images in pairs, but {len(own)} images of each step are this process's: choose "
                 "optimiser.batch and micro so that every part is even."

@@ -14,7 +14,7 @@ from patchcure.names import parse
 from patchcure.train.recipe import Recipe
 from patchcure.zoo import released
 from patchcure.zoo.checkpoint import fit, read
-from patchcure.zoo.files import check, find
+from patchcure.zoo.files import find
 
 
 def network(recipe: Recipe, new: bool = False) -> nn.Module:
@@ -27,7 +27,6 @@ def network(recipe: Recipe, new: bool = False) -> nn.Module:
     model = parse(start.instance).model(**{**start.options, "pretrained": start.weights == "timm" and not new})
     backbone: Any = model.backbone
     if not new and (file := _file(recipe)) is not None:
-        check(file)
         tensors = released.timm_layout(read(file))
         own = backbone.state_dict()
         for key in ("head.weight", "head.bias", "fc.weight", "fc.bias"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -21,9 +23,10 @@ WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
 def read(file: Path) -> Tensors:
-    """The tensors of a safetensors file or of a PyTorch checkpoint (never running code from it)."""
+    """The tensors of a safetensors file or of a PyTorch checkpoint (never running code from it); see `check`."""
     if not file.is_file():
         raise FileNotFoundError(f"There is no file {file}.")
+    check(file)
     if file.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -40,6 +43,21 @@ def read(file: Path) -> Tensors:
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise ValueError(f"{file} does not hold a dictionary of named tensors, which a checkpoint must.")
     return {str(key).removeprefix("module."): value for key, value in content.items()}
+
+
+def check(file: Path) -> None:
+    """Compare a file with the card beside it, if there is one; weights that were changed are refused."""
+    card = file.with_suffix(".json")
+    if file.suffix != ".safetensors" or not card.is_file():
+        return
+    told = json.loads(card.read_text())
+    wanted = told.get("sha256") if isinstance(told, dict) else None
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if wanted not in (None, found):
+        raise ValueError(
+            f"{file} has the sha256 {found}, but its card {card.name} says {wanted}: get the weights again, or delete "
+            "the card if they are your own."
+        )
 
 
 def unpickled(file: Path) -> Any:
