@@ -209,6 +209,7 @@ def test_another_operation_is_another_row(folder: Path) -> None:
     replace(result(VIT), operation="challenger").save(folder / "0.json")
     sheet = table("main", read(folder))
     assert row_of(sheet, VIT)["n"] is None and row_of(sheet, f"{VIT} challenger (ours)")["n"] == 1000
+    assert row_of(table(MEASURED, read(folder)), f"{VIT}.safetensors challenger")["n"] == 1000
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,13 @@ def same_threat(result: Result, patch: str, patches: int) -> bool:
 
 
 def label(result: Result) -> str:
-    """The name of a result in a row or at a point."""
-    other = "" if own_operation(result.instance) in ("", result.operation) else f" {result.operation}"
-    return f"{canonical(result.instance)}{other}"
+    """The name of a result in a row or at a point of the paper's."""
+    return f"{canonical(result.instance)}{other_operation(result)}"
+
+
+def other_operation(result: Result) -> str:
+    """What a name is followed by where the operation was another than the name's own."""
+    return "" if own_operation(result.instance) in ("", result.operation) else f" {result.operation}"
 
 
 def data(result: Result) -> str:

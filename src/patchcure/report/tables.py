@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from patchcure.report.matching import data, rows
+from patchcure.report.matching import data, other_operation, rows
 from patchcure.report.measured import Measured, percent
 from patchcure.report.paper import PAPER, Entry, PaperTable
 from patchcure.report.sheet import Cell, Published, Sheet
@@ -66,7 +66,8 @@ def _measured(found: Measured) -> Sheet:
     for result in order:
         case = found.case(result, {}, "defense")
         shares = percent(result.clean), percent(result.certified), percent(result.alarms)
-        lines.append((result.defense, data(result), result.n, *shares, case.masks, case.relative()))
+        name = f"{result.defense}{other_operation(result)}"
+        lines.append((name, data(result), result.n, *shares, case.masks, case.relative()))
     notes = [
         "One patch of 2 % on 224x224 pixels unless said.",
         "In parentheses: 95 % intervals; for speeds the lowest and the highest.",
