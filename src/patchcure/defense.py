@@ -38,6 +38,8 @@ class Defense(nn.Module):
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
     >>> model = AnyClassifier(network, image=8, num_classes=10)
     >>> defense = Defense(model, PatchThreat.square(2, image=8))
+    >>> defense
+    Defense(AnyClassifier, one patch of 2x2 pixels anywhere on 8x8, 49 masks, DoubleMasking(reference='majority'))
     >>> images = torch.rand(4, 3, 8, 8)
     >>> prediction = defense.predict(images)
     >>> certificate = defense.certify(images, prediction.labels)
@@ -74,6 +76,11 @@ class Defense(nn.Module):
         # Built anew from the model's own geometry, so that masks made for another threat or model are refused.
         self.masks = MaskSet(masks.masks, reach, max(masks.together, together) if together else 0)
         self.eval()
+
+    def __repr__(self) -> str:
+        """One line; the layers are those of `model`."""
+        name = self.recipe["name"] if self.recipe else type(self.model).__name__
+        return f"Defense({name}, {self.threat.describe()}, {len(self.masks)} masks, {self.operation!r})"
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of the undefended model."""
