@@ -19,6 +19,7 @@ from typing import Any
 from patchcure import load
 from patchcure._atomic import write_atomically
 from patchcure.evaluate import weights_sha256
+from patchcure.report.matching import other_operation
 from patchcure.result import Result
 from patchcure.zoo.files import WEIGHTS, save
 
@@ -60,11 +61,13 @@ def _names(file: Path, found: Sequence[Result]) -> set[str]:
 def _row(result: Result) -> dict[str, Any]:
     return {
         "defense": result.defense,
+        **({"operation": result.operation} if other_operation(result) else {}),
         "data": f"{result.dataset} {result.split}",
         "threat": result.threat.text,
         "images": result.n,
         "clean": round(result.clean.value, 4),
         "certified": round(result.certified.value, 4),
+        **({} if result.alarms is None else {"alarms": round(result.alarms.value, 4)}),
     }
 
 

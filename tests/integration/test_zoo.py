@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from patchcure.train.start import network
 from patchcure.zoo.checkpoint import check
 from patchcure.zoo.files import WEIGHTS
 
+Run = Callable[..., tuple[int, str, str]]
 RESULTS = Path(__file__).parents[2] / "results" / "families"
 
 
@@ -27,6 +29,22 @@ def test_weights_are_those_of_their_cards() -> None:
     for file in files:
         assert json.loads(file.with_suffix(".json").read_text())["sha256"]
         check(file)
+
+
+def test_the_zoo_lists_its_weights_with_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    code, text, _ = run("zoo")
+    cards = json.loads(run("zoo", "--json")[1])
+    assert code == 0
+    assert {f"{card['name']}.safetensors" for card in cards} == {file.name for file in WEIGHTS.glob("*.safetensors")}
+    lines = [line.split() for line in text.splitlines()]
+    for card in cards:
+        assert card["results"], card["name"]
+        for row in card["results"]:
+            operation = ["--operation", row["operation"]] if "operation" in row else []
+            shares = [f"{100 * row[name]:.1f}%" if name in row else "–" for name in ("clean", "certified", "alarms")]
+            assert [row["defense"], *operation, str(row["images"]), *shares] in lines
+            assert f"{row['data']}: {row['threat']}" in text
 
 
 def test_changed_weights_are_refused(tmp_path: Path) -> None:

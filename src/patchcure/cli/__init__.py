@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import patchcure
 from patchcure.cli.choose import choose
@@ -107,10 +107,34 @@ def demo(
 
 @app.command()
 def names(as_json: Json = False) -> None:
-    """List the instances that have a name."""
+    """List the instances that have a name (`patchcure zoo` lists trained weights)."""
     from patchcure.names import known
 
     typer.echo(json.dumps(known(), indent=2) if as_json else "\n".join(known()))
+
+
+@app.command()
+def zoo(as_json: Json = False) -> None:
+    """List the weights that come with the package, and what was measured with them."""
+    from patchcure.zoo import cards
+
+    found = cards()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    tables: dict[str, Table] = {}
+    for row in sorted((row for card in found for row in card["results"]), key=lambda row: -row["certified"]):
+        measured = f"{row['data']}: {row['threat']}"
+        if measured not in tables:
+            tables[measured] = Table(Column("weights", overflow="fold"), box=SIMPLE_HEAD)
+            for column in ("images", "clean", "certified", "alarms"):
+                tables[measured].add_column(column, justify="right")
+        name = row["defense"] + (f" --operation {row['operation']}" if "operation" in row else "")
+        shares = (f"{row[share]:.1%}" if share in row else "–" for share in ("clean", "certified", "alarms"))
+        tables[measured].add_row(name, str(row["images"]), *shares)
+    console = Console()
+    for measured, listed in tables.items():
+        console.print(measured, listed, sep="\n", soft_wrap=True)
 
 
 @app.command()

@@ -11,14 +11,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from patchcure.cli.options import Batch, Change, Data, Device, Json, Patch, Patches, Seed, Weights, loaded, size
+from patchcure.cli.options import (
+    DEFENSE,
+    Batch,
+    Change,
+    Data,
+    Device,
+    Json,
+    Patch,
+    Patches,
+    Seed,
+    Weights,
+    loaded,
+    size,
+)
 
 if TYPE_CHECKING:
     from patchcure.choose import Choice
 
 
 def choose(
-    model: Annotated[str, typer.Option(help="A file, or an instance with --weights.")],
+    model: Annotated[str, typer.Option(help=DEFENSE)],
     data: Data,
     min_throughput: Annotated[float, typer.Option(help="Images per second, at least.", min=0)] = 0.0,
     min_clean: Annotated[float, typer.Option(help="Clean accuracy from 0 to 1, at least.", min=0, max=1)] = 0.0,

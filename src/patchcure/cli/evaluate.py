@@ -20,6 +20,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from patchcure.cli.options import (
+    DEFENSE,
     Batch,
     Change,
     Data,
@@ -45,7 +46,7 @@ QUIET = 60
 
 
 def evaluate(
-    names: Annotated[list[str], typer.Argument(help="Files, or instances with --weights.")],
+    names: Annotated[list[str], typer.Argument(help=DEFENSE)],
     data: Data,
     patch: Patch = None,
     patches: Patches = None,

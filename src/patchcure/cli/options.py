@@ -12,6 +12,8 @@ import yaml
 from patchcure.defense import Defense
 from patchcure.threat import Size
 
+DEFENSE = "A name of `patchcure zoo` (elastic-vit-ti-cifar10:14x2-k9), a file, or an instance with --weights."
+"""What `loaded` takes."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Weights = Annotated[Path | None, typer.Option(help="The weights of an instance that is given by its name.")]
 Patch = Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcure.cli.options import Change, Device, Json, Operation, Patch, Patches, Weights, loaded
+from patchcure.cli.options import DEFENSE, Change, Device, Json, Operation, Patch, Patches, Weights, loaded
 
 if TYPE_CHECKING:
     from patchcure.predict import Answer
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def predict(
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
-    defense: Annotated[str, typer.Option(help="A file, or an instance with --weights.")],
+    defense: Annotated[str, typer.Option(help=DEFENSE)],
     picture: Annotated[Path | None, typer.Option(help="A folder for figures of how each image was decided.")] = None,
     classes: Annotated[Path | None, typer.Option(help="A file with the classes' names, one a line.")] = None,
     weights: Weights = None,

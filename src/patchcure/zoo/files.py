@@ -118,6 +118,15 @@ def holds(file: str | Path) -> str | None:
         return None
 
 
+def cards() -> list[dict[str, Any]]:
+    """The cards of the weights that come with the package: data, recipes, hours, hash, what was measured.
+
+    >>> [card["name"] for card in cards()][0]
+    'elastic-vit-ti-cifar10'
+    """
+    return [json.loads(file.with_suffix(".json").read_text()) for file in sorted(WEIGHTS.glob("*.safetensors"))]
+
+
 def _point(name: str) -> tuple[str, str]:
     """What stands before and after the colon; a file may have colons in its name."""
     place, colon, point = name.rpartition(":")
