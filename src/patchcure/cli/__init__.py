@@ -91,7 +91,7 @@ def demo(
     limit: Annotated[int, typer.Option(help="How many images.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Attack a ViT on small photographs, undefended and at several operating points; two minutes, no network."""
+    """Attack a ViT on small photographs, undefended and at several operating points; three minutes, no network."""
     from patchcure.demo import run
 
     progress = Console(stderr=True)
