@@ -263,7 +263,8 @@ def test_the_best_weights_are_kept_and_a_run_tells_where_it_came_from(three_colo
         ({"loss": {"consistency": 1.0}}, "loss.teacher"),
         ({"loss": {"kind": "interval"}}, "mixup and cutmix off"),
         ({"select": {"points": ["2x2-k1"]}}, "not among the points"),
-        ({"colour": "red"}, "colour"),
+        ({"colour": "red"}, "recipe: there is no colour; expected name, seed, data"),
+        ({"optimiser": {"lrr": 1e-3}}, "optimiser: there is no lrr; expected name, lr"),
         ({"points": []}, "points"),
     ],
 )

@@ -16,7 +16,16 @@ RECIPES = Path(__file__).parent / "recipes"
 
 
 class Part(BaseModel):
+    """A mapping of a recipe, with these keys and no others."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, content: Any) -> Any:
+        if isinstance(content, dict) and (unknown := [str(key) for key in content if key not in cls.model_fields]):
+            raise ValueError(f"there is no {', '.join(unknown)}; expected {', '.join(cls.model_fields)}")
+        return content
 
 
 class Augment(Part):
@@ -238,6 +247,7 @@ class Recipe(Part):
             return cls(**content)
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors())
+            wrong = wrong.replace(": Value error, ", ": ")
             raise ValueError(f"{path} is no recipe: {wrong}.") from error
 
     @property
