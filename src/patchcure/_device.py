@@ -1,4 +1,4 @@
-"""A device that can be used, or one clear line."""
+"""A device that can be used, or one clear line; and what it is good at."""
 
 from __future__ import annotations
 
@@ -18,3 +18,17 @@ def usable(device: str) -> torch.device:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(f"device: {device} cannot be used here ({reason}); cpu always can.") from error
     return where
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Does this device multiply bfloat16 in hardware, so that mixed precision makes training faster?
+
+    >>> has_bfloat16(torch.device("meta"))
+    False
+    """
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # older torch does not tell
+        return False
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))

@@ -90,8 +90,8 @@ def test_the_card_tells_every_run_and_tensorboard_the_loss(recipe: Path, tmp_pat
 
 
 def test_two_processes_learn_what_one_learns(recipe: Path, tmp_path: Path) -> None:
-    pair = [*command(recipe, tmp_path / "pair"), "--set", "optimiser.samples=24"]
-    alone = [*command(recipe, tmp_path / "alone"), "--set", "optimiser.samples=24"]
+    few = ("--set", "optimiser.samples=24", "--precision", "float32")
+    pair, alone = (command(recipe, tmp_path / name, *few) for name in ("pair", "alone"))
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     running = [start(pair, *launcher), start(alone)]
     printed = [finish(process) for process in running]

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 import patchcure
+from patchcure._device import has_bfloat16
 from patchcure.data import open_data
 from patchcure.evaluate import pixels
 from patchcure.train import Recipe, train
@@ -20,6 +21,7 @@ from patchcure.train.batches import Batches, generator, split
 from patchcure.train.losses import interval_loss, masked_loss, taught
 from patchcure.train.points import choose, elastic, worst_pairs
 from patchcure.train.recipe import RECIPES, Loss
+from patchcure.train.run import Precision
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -200,9 +202,12 @@ def test_interval_loss_is_above_the_loss_of_every_patch() -> None:
         assert torch.nn.functional.cross_entropy(defense(attacked), labels) <= bound
 
 
-@pytest.mark.parametrize("change", [{}, {"masks": 1, "greedy": 2, "kind": "bce"}])
-def test_it_learns(small: Recipe, three_colours: Path, tmp_path: Path, change: dict[str, Any]) -> None:
-    """Three colours are told apart after a few steps, and the file holds a defense."""
+@pytest.mark.parametrize(
+    ("change", "precision"),
+    [({}, "float32"), ({"masks": 1, "greedy": 2, "kind": "bce"}, None), ({"greedy": 2}, "bfloat16")],
+)
+def test_it_learns(three_colours: Path, tmp_path: Path, change: dict[str, Any], precision: Precision | None) -> None:
+    """Three colours are told apart after a few steps, in either precision, and the file holds a defense."""
     recipe = Recipe(
         **{
             **SMALL,
@@ -218,9 +223,13 @@ def test_it_learns(small: Recipe, three_colours: Path, tmp_path: Path, change: d
         open_data(f"folder:{three_colours}", split="train"),
         tmp_path / "out",
         workers=0,
+        precision=precision,
         say=lambda step, steps, line: heard.append(step),
     )
+    used = "bfloat16" if has_bfloat16(torch.device("cpu")) else "float32"
+    assert json.loads(file.with_suffix(".json").read_text())["runs"][0]["precision"] == (precision or used)
     defense = patchcure.load(file, name="PCURE-ViT-Ti-2x2-k6", patch=16)
+    assert {weight.dtype for weight in defense.model.parameters()} == {torch.float32}
     data = open_data(f"folder:{three_colours}", split="test")
     images = torch.stack([patchcure.data.preprocessing(defense)(item.image) for item in data])
     labels = torch.tensor(list(data.labels))
@@ -308,6 +317,31 @@ def test_what_does_not_fit_is_refused(small: Recipe, three_colours: Path, tmp_pa
     assert not (tmp_path / "e").exists()
     with pytest.raises(FileNotFoundError, match="elastic-vit-ti-cifar10"):
         Recipe.load("no-such-recipe")
+
+
+def test_only_two_precisions(small: Recipe, three_colours: Path, tmp_path: Path) -> None:
+    data = open_data(f"folder:{three_colours}", split="train")
+    with pytest.raises(ValueError, match="expected float32 or bfloat16, got 'half'"):
+        train(small, data, tmp_path / "out", precision="half")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_products_are_of_the_precision_that_was_asked_for(small: Recipe, three_colours: Path, tmp_path: Path) -> None:
+    """What the network's linear layers give in training."""
+    data = open_data(f"folder:{three_colours}", split="train")
+    precisions: tuple[Precision, Precision] = ("float32", "bfloat16")
+    for precision in precisions:
+        made: set[torch.dtype] = set()
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, _, out, made=made: (
+                made.add(out.dtype) if isinstance(module, torch.nn.Linear) and module.training else None
+            )
+        )
+        try:
+            train(small, data, tmp_path / precision, workers=0, precision=precision)
+        finally:
+            hook.remove()
+        assert made == {getattr(torch, precision)}
 
 
 def test_mixup_needs_pairs_in_every_process(small: Recipe, three_colours: Path) -> None:

@@ -36,6 +36,9 @@ def train(
     workers: Annotated[int, typer.Option(help="Processes that prepare images.", min=0)] = 1,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: cuda if there is one]")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16. [default: bfloat16 where the device has it]")
+    ] = None,
     save_every: Annotated[int, typer.Option(help="Steps between two checkpoints.", min=1)] = 200,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's files too.")] = False,
     as_json: Json = False,
@@ -65,6 +68,7 @@ def train(
             folder,
             workers=workers,
             device=device,
+            precision=precision,  # type: ignore[arg-type]  # checked there
             save_every=save_every,
             say=say,
         )

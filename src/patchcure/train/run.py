@@ -8,13 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchcure._atomic import write_atomically
+from patchcure._device import has_bfloat16
 from patchcure.defense import Defense
 from patchcure.evaluate import pixels
 from patchcure.images import Data
@@ -30,6 +31,8 @@ from patchcure.zoo.files import save
 LOG_EVERY = 20
 """Steps between two lines of the log."""
 
+Precision = Literal["float32", "bfloat16"]
+
 Say = Callable[[int, int, dict[str, Any]], None]
 """Told after some steps: the step, how many there are, and the line of the log."""
 
@@ -41,6 +44,7 @@ def train(
     *,
     workers: int = 1,
     device: str | None = None,
+    precision: Precision | None = None,
     save_every: int = 200,
     say: Say | None = None,
 ) -> Path:
@@ -55,6 +59,8 @@ def train(
         out: the folder for checkpoint, log, weights and card.
         workers: processes that prepare images.
         device: where to compute; by default CUDA if there is one.
+        precision: of the products in the network; by default bfloat16 where the device multiplies it in hardware.
+            Weights, sums and the loss are float32 in any case.
         save_every: steps between two checkpoints.
         say: told about the progress.
 
@@ -62,6 +68,9 @@ def train(
         The file with the weights, for `patchcure.load`.
     """
     where = place(device)
+    if precision not in (None, "float32", "bfloat16"):
+        raise ValueError(f"precision: expected float32 or bfloat16, got {precision!r}.")
+    mixed = has_bfloat16(where) if precision is None else precision == "bfloat16"
     world = World.join(where)
     out = Path(out)
     checkpoint, fingerprint = out / "checkpoint.pt", _fingerprint(recipe, data)
@@ -98,7 +107,7 @@ def train(
         for point in points:
             point.defense.train()
         inputs = images.to(where), labels.to(where)
-        loss = _gradients(recipe, points, *inputs, state.step, batches.own.start, state.step / steps)
+        loss = _gradients(recipe, points, *inputs, state.step, batches.own.start, state.step / steps, mixed)
         world.average(_shared(model.backbone, loss, world))
         if not loss.isfinite():
             raise FloatingPointError(
@@ -132,7 +141,7 @@ def train(
         if log is not None and (state.step % save_every == 0 or last):
             state.write(checkpoint, fingerprint)
     if log is not None:
-        _finish(recipe, state, judged[0], data, out)
+        _finish(recipe, state, judged[0], data, out, "bfloat16" if mixed else "float32")
     world.wait()
     return _weights(recipe, out)
 
@@ -148,7 +157,14 @@ def _shared(backbone: nn.Module, loss: Tensor, world: World) -> list[Tensor]:
 
 
 def _gradients(
-    recipe: Recipe, points: Sequence[Point], images: Tensor, labels: Tensor, step: int, first: int, progress: float
+    recipe: Recipe,
+    points: Sequence[Point],
+    images: Tensor,
+    labels: Tensor,
+    step: int,
+    first: int,
+    progress: float,
+    mixed: bool,
 ) -> Float[Tensor, ""]:
     """The gradients of one batch and its loss; each part of it draws its own point and masks."""
     teacher = next((point for point in points if point.name == recipe.loss.teacher), None)
@@ -158,7 +174,7 @@ def _gradients(
         random = generator(recipe.seed, 4, step, first + start)
         reseed(recipe.seed, 5, step, first + start)
         x, y = images[start : start + micro], labels[start : start + micro]
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=mixed):
             loss = masked_loss(choose(points, random), x, y, recipe.loss, teacher, random, progress)
         loss = loss * len(x) / len(images)
         loss.backward()
@@ -227,7 +243,7 @@ def _weights(recipe: Recipe, out: Path) -> Path:
     return out / f"{recipe.name}.safetensors"
 
 
-def _finish(recipe: Recipe, state: State, first: Point, data: Data, out: Path) -> None:
+def _finish(recipe: Recipe, state: State, first: Point, data: Data, out: Path, precision: Precision) -> None:
     """Write the weights if nothing chose among them, and the card."""
     if not recipe.select.points:
         save(first.defense, _weights(recipe, out))
@@ -240,6 +256,7 @@ def _finish(recipe: Recipe, state: State, first: Point, data: Data, out: Path) -
         "samples": state.step * recipe.optimiser.batch,
         "hours": round(state.seconds / 3600, 2),
         "torch": torch.__version__,
+        "precision": precision,
         "held_out": state.history,
         "start_sha256": state.origin["sha256"],
     }
