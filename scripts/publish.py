@@ -25,10 +25,12 @@ from patchcure.zoo.files import WEIGHTS, save
 
 
 def publish(folder: Path, start: str, point: str | None) -> None:
-    """Write a run's weights and card; with a point, that one is what the bare name loads."""
+    """Write a run's weights and card; with a point, that one is what the bare name loads. What was aimed at stays."""
     (file,) = folder.glob("*.safetensors")
     card = json.loads(file.with_suffix(".json").read_text())
     target = WEIGHTS / file.name
+    if (before := target.with_suffix(".json")).is_file() and "wanted" in (told := json.loads(before.read_text())):
+        card["wanted"] = told["wanted"]
     save(load(f"{file}:{point}" if point else file), target, half=True)
     runs = card.pop("runs")
     card |= {
