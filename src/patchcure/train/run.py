@@ -32,6 +32,7 @@ LOG_EVERY = 20
 """Steps between two lines of the log."""
 
 Precision = Literal["float32", "bfloat16"]
+"""Of the products in the network; weights, sums and the loss are float32 in any case."""
 
 Say = Callable[[int, int, dict[str, Any]], None]
 """Told after some steps: the step, how many there are, and the line of the log."""
@@ -60,7 +61,6 @@ def train(
         workers: processes that prepare images.
         device: where to compute; by default CUDA if there is one.
         precision: of the products in the network; by default bfloat16 where the device multiplies it in hardware.
-            Weights, sums and the loss are float32 in any case.
         save_every: steps between two checkpoints.
         say: told about the progress.
 
@@ -70,7 +70,7 @@ def train(
     where = place(device)
     if precision not in (None, "float32", "bfloat16"):
         raise ValueError(f"precision: expected float32 or bfloat16, got {precision!r}.")
-    mixed = has_bfloat16(where) if precision is None else precision == "bfloat16"
+    precision = precision or ("bfloat16" if has_bfloat16(where) else "float32")
     world = World.join(where)
     out = Path(out)
     checkpoint, fingerprint = out / "checkpoint.pt", _fingerprint(recipe, data)
@@ -107,7 +107,7 @@ def train(
         for point in points:
             point.defense.train()
         inputs = images.to(where), labels.to(where)
-        loss = _gradients(recipe, points, *inputs, state.step, batches.own.start, state.step / steps, mixed)
+        loss = _gradients(recipe, points, *inputs, state.step, batches.own.start, state.step / steps, precision)
         world.average(_shared(model.backbone, loss, world))
         if not loss.isfinite():
             raise FloatingPointError(
@@ -141,7 +141,7 @@ def train(
         if log is not None and (state.step % save_every == 0 or last):
             state.write(checkpoint, fingerprint)
     if log is not None:
-        _finish(recipe, state, judged[0], data, out, "bfloat16" if mixed else "float32")
+        _finish(recipe, state, judged[0], data, out, precision)
     world.wait()
     return _weights(recipe, out)
 
@@ -164,7 +164,7 @@ def _gradients(
     step: int,
     first: int,
     progress: float,
-    mixed: bool,
+    precision: Precision,
 ) -> Float[Tensor, ""]:
     """The gradients of one batch and its loss; each part of it draws its own point and masks."""
     teacher = next((point for point in points if point.name == recipe.loss.teacher), None)
@@ -174,7 +174,7 @@ def _gradients(
         random = generator(recipe.seed, 4, step, first + start)
         reseed(recipe.seed, 5, step, first + start)
         x, y = images[start : start + micro], labels[start : start + micro]
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=mixed):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             loss = masked_loss(choose(points, random), x, y, recipe.loss, teacher, random, progress)
         loss = loss * len(x) / len(images)
         loss.backward()
