@@ -18,6 +18,7 @@ from patchcure.masks import MaskSet
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
 
@@ -25,7 +26,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 KEPT, HIDDEN, PATCH = "#dbe7f3", "#33475b", "#d1495b"
 
 
-def panel(axes: plt.Axes, hidden: Tensor, title: str, patch: Box | None = None) -> None:
+def panel(axes: Axes, hidden: Tensor, title: str, patch: Box | None = None) -> None:
     """Kept and hidden cells, and the cells that the patch owns."""
     axes.imshow(hidden.float(), cmap=ListedColormap([KEPT, HIDDEN]), vmin=0, vmax=1, interpolation="nearest")
     height, width = hidden.shape

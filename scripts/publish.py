@@ -1,6 +1,6 @@
 """Put trained weights among those that come with the package, and what was measured of them on their cards.
 
-    python scripts/publish.py train-output/elastic-vit-ti-cifar10 --start "timm vit_tiny_patch16_224, ImageNet-1k"
+    python scripts/publish.py train-output/elastic-vit-ti-cifar10
     python scripts/publish.py --results results results/families
 
 The first writes the weights as float16 and the card of the run; the second adds to every card the numbers in those
@@ -24,7 +24,7 @@ from patchcure.result import Result
 from patchcure.zoo.files import WEIGHTS, save
 
 
-def publish(folder: Path, start: str, point: str | None) -> None:
+def publish(folder: Path, start: str | None, point: str | None) -> None:
     """Write a run's weights and card; with a point, that one is what the bare name loads. What was aimed at stays."""
     (file,) = folder.glob("*.safetensors")
     card = json.loads(file.with_suffix(".json").read_text())
@@ -36,7 +36,7 @@ def publish(folder: Path, start: str, point: str | None) -> None:
     card |= {
         "sha256": hashlib.sha256(target.read_bytes()).hexdigest(),
         "license": "Apache-2.0",
-        "start": start,
+        "start": start or runs[0]["recipe"]["start"]["weights"],
         "hours": round(sum(run["hours"] for run in runs), 2),
         "runs": runs,
         "results": [],
@@ -49,7 +49,7 @@ def measured(folders: Sequence[Path]) -> None:
     """Add what was measured to the cards."""
     found = [Result.load(file) for folder in folders for file in sorted(folder.glob("*.json"))]
     for file in sorted(WEIGHTS.glob("*.safetensors")):
-        own = {weights_sha256(load(name)) for name in (file, *_names(file, found))}
+        own = {weights_sha256(load(name)) for name in (str(file), *_names(file, found))}
         rows = [_row(result) for result in found if result.weights in own]
         _write(file, {**json.loads(file.with_suffix(".json").read_text()), "results": rows})
         print(f"{file.stem}: {len(rows)} results")
@@ -80,7 +80,7 @@ def _write(weights: Path, card: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", type=Path, help="the folder of a finished run of patchcure train")
-    parser.add_argument("--start", default="scratch", help="what the first run started from, for the card")
+    parser.add_argument("--start", help="what the first run started from, for the card [default: what its recipe says]")
     parser.add_argument("--point", help="the recommended operating point, such as 14x2-k9")
     parser.add_argument("--results", nargs="+", type=Path, help="folders with results; adds them to the cards")
     asked = parser.parse_args()

@@ -23,8 +23,8 @@ from patchcure import reference
 from patchcure.defense import Defense
 from patchcure.geometry import Box
 from patchcure.models import SplitModel
-from patchcure.names import build
 from patchcure.operations.base import every_mask, masked_labels
+from patchcure.zoo import named
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,12 @@ def bench(
     against_reference: bool = False,
     **options: Any,
 ) -> Iterator[Row]:
-    """Measure instances by name, with new weights; one row for each batch size as it is ready.
+    """Measure defenses by name; one row for each batch size as it is ready.
+
+    The speed does not depend on the weights: every image is made one whose masks agree.
 
     Args:
-        names: instances, see `patchcure.names.known`.
+        names: instances (see `patchcure.names.known`), weights that come with the package, or files.
         batches: batch sizes.
         rounds: how often defended and undefended take turns, after one round to warm up.
         against_reference: let `patchcure.reference` take turns too.
@@ -114,7 +116,7 @@ def bench(
     if rounds < 1 or min(batches, default=0) < 1:
         raise ValueError(f"Expected positive batch sizes and rounds, got {list(batches)} and {rounds}.")
     for name in names:
-        defense = build(name, **options)
+        defense = named(name, **options)
         _agree(defense)
         work, plain_work = gmacs(name, **options)
         (latency,) = _alternate(rounds, _turns(defense, _images(defense, 1))[0])
@@ -146,7 +148,7 @@ def gmacs(name: str, **options: Any) -> tuple[float, float]:
     (17.6, 17.6)
     """
     with torch.device("meta"):
-        defense = build(name, **options).to("meta")
+        defense = named(name, **options).to("meta")
         image = torch.empty(1, len(defense.model.mean), defense.model.image.height, defense.model.image.width)
 
     shadow = Shadow(defense.model)
@@ -286,7 +288,7 @@ def own_peak_mb() -> float:
 
 def _main() -> None:
     name, batch, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-    defense = build(name, **options)
+    defense = named(name, **options)
     _agree(defense)
     defense.predict(_images(defense, batch))
     print(own_peak_mb())

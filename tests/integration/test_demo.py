@@ -87,6 +87,15 @@ def test_describe_tells_the_papers_geometry(run: Run) -> None:
     assert "64x64 cells" in text
 
 
+def test_describe_takes_what_every_command_takes(run: Run) -> None:
+    facts = json.loads(run("describe", "elastic-vit-ti-cifar10:14x1-k6", "--json")[1])
+    assert (facts["grid"], facts["mask"], facts["masks"], facts["pairs"]) == ("1x14 cells", "1x3 cells", 12, 78)
+    facts = json.loads(run("describe", "hybrid-resnet-cifar10:k0", "--masks-per-axis", "10", "--json")[1])
+    assert (facts["threat"], facts["masks"]) == ("one patch of 5x5 pixels anywhere on 32x32", 100)
+    facts = json.loads(run("describe", "ibp-digits", "--json")[1])
+    assert (facts["operation"], facts["mask"], facts["masks"]) == ("IntervalBounds", "none", 0)
+
+
 def test_names_and_version(run: Run) -> None:
     listed = run("names")[1].split()
     assert "PCURE-ViT14x2-k9" in listed

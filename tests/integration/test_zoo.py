@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import torch
 
 import patchcure
 from patchcure.data import open_data, preprocessing
-from patchcure.evaluate import pixels
+from patchcure.evaluate import evaluate, pixels
 from patchcure.records import Records
-from patchcure.train import Recipe
+from patchcure.result import Result
+from patchcure.train import Recipe, train
 from patchcure.train.start import network
 from patchcure.zoo.checkpoint import check
 from patchcure.zoo.files import WEIGHTS
@@ -45,6 +47,33 @@ def test_the_zoo_lists_its_weights_with_what_was_measured(run: Run, monkeypatch:
             shares = [f"{100 * row[name]:.1f}%" if name in row else "–" for name in ("clean", "certified", "alarms")]
             assert [row["defense"], *operation, str(row["images"]), *shares] in lines
             assert f"{row['data']}: {row['threat']}" in text
+
+
+def test_publishing_a_run(three_colours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights in half precision under their own hash, what its card tells, and later what was measured."""
+    script = importlib.util.spec_from_file_location("publish", Path(__file__).parents[2] / "scripts" / "publish.py")
+    assert script is not None and script.loader is not None
+    publish = importlib.util.module_from_spec(script)
+    script.loader.exec_module(publish)
+    zoo, results = tmp_path / "zoo", tmp_path / "results"
+    zoo.mkdir()
+    monkeypatch.setattr(publish, "WEIGHTS", zoo)
+    few = {"optimiser__samples": 8, "optimiser__batch": 8, "data__validation": 0, "select": {}}
+    recipe = Recipe.load("bagcert-cifar10", start__options={"num_classes": 3, "image_size": 32, "width": 8}, **few)
+    data = open_data(f"folder:{three_colours}", split="train")
+    run = train(recipe, data, tmp_path / "run", workers=0)
+    publish.publish(run.parent, None, None)
+    file = zoo / run.name
+    card = json.loads(file.with_suffix(".json").read_text())
+    assert (card["start"], len(card["runs"]), card["results"]) == ("scratch", 1, [])
+    assert file.stat().st_size < 0.6 * run.stat().st_size
+    check(file)
+    records = evaluate(patchcure.load(file), open_data(f"folder:{three_colours}"), out=results / "a.jsonl")
+    assert records is not None
+    Result.of(records, "bagcert-cifar10", file="a.jsonl", command="", device="cpu").save(results / "a.json")
+    publish.measured([results])
+    (row,) = json.loads(file.with_suffix(".json").read_text())["results"]
+    assert (row["defense"], row["images"]) == ("bagcert-cifar10", 12)
 
 
 def test_changed_weights_are_refused(tmp_path: Path) -> None:

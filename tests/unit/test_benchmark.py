@@ -95,6 +95,8 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert json.loads(file.read_text())["commands"][0].startswith("patchcure bench --batch 1 2")
     code, text = run("IBP-CNN", "--rounds", "1", "--batch", "2", "--json", "--out", str(file))
     assert code == 0 and [row["batch"] for row in json.loads(text)] == [1, 2]
+    code, text = run("ibp-digits", "--rounds", "1", "--batch", "2", "--json")
+    assert code == 0 and json.loads(text)[0]["name"] == "ibp-digits"
     code, text = run("--show", str(file), "--markdown")
     assert code == 0 and "| IBP-CNN |" in text
     assert run()[0] == 2

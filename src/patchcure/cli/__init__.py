@@ -16,7 +16,7 @@ from rich.table import Column, Table
 import patchcure
 from patchcure.cli.choose import choose
 from patchcure.cli.evaluate import evaluate
-from patchcure.cli.options import Json, size
+from patchcure.cli.options import Json, MasksPerAxis, Operation, Patch, Patches, size
 from patchcure.cli.predict import predict
 from patchcure.cli.report import plot, reproduce, table
 from patchcure.cli.train import train
@@ -139,30 +139,30 @@ def zoo(as_json: Json = False) -> None:
 
 @app.command()
 def describe(
-    name: Annotated[str, typer.Argument(help="Such as PCURE-ViT14x2-k9; `patchcure names` lists them.")],
-    patch: Annotated[str, typer.Option(help="The patch: 2% of the image, or 32 pixels a side.")] = "2%",
-    patches: Annotated[int, typer.Option(help="How many patches at once.")] = 1,
-    image_size: Annotated[int, typer.Option(help="The side of the images in pixels.")] = 224,
-    masks_per_axis: Annotated[int | None, typer.Option(help="At most so many masks on each axis.")] = None,
+    name: Annotated[str, typer.Argument(help="A name of `patchcure names` or `patchcure zoo`, or a file.")],
+    patch: Patch = None,
+    patches: Patches = None,
+    image_size: Annotated[int | None, typer.Option(help="The side of the images in pixels.")] = None,
+    masks_per_axis: MasksPerAxis = None,
     mask_stride: Annotated[int | None, typer.Option(help="Cells between masks, instead.")] = None,
-    operation: Annotated[str, typer.Option(help="The secure operation.")] = "double-masking",
+    operation: Operation = None,
     as_json: Json = False,
 ) -> None:
-    """Show the grid, the masks and the threat of an instance."""
+    """Show the grid, the masks and the threat of an instance or of trained weights."""
     import torch
 
-    from patchcure.names import build
+    from patchcure.zoo import named
 
+    options = {
+        "patch": None if patch is None else size(patch),
+        "patches": patches,
+        "image_size": image_size,
+        "masks_per_axis": masks_per_axis,
+        "mask_stride": mask_stride,
+        "operation": operation,
+    }
     with torch.device("meta"):
-        defense = build(
-            name,
-            patch=size(patch),
-            patches=patches,
-            image_size=image_size,
-            masks_per_axis=masks_per_axis,
-            mask_stride=mask_stride,
-            operation=operation,
-        )
+        defense = named(name, **{key: value for key, value in options.items() if value is not None})
     facts = _facts(name, defense)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -174,7 +174,9 @@ def describe(
 
 @app.command()
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="Instances; `patchcure names` lists them.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Names of `patchcure names` or `patchcure zoo`, or files.")
+    ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Batch sizes, such as 1 4 8 32. [default: 4]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
     rounds: Annotated[int, typer.Option(help="How often defended and undefended take turns.", min=1)] = 7,
@@ -247,15 +249,16 @@ def _facts(name: str, defense: patchcure.Defense) -> dict[str, str | int]:
     model, masks = defense.model, defense.masks
     row, column = model.grid.height // 2, model.grid.width // 2
     field = model.receptive(patchcure.Box(row, column, row + 1, column + 1))
-    mask = max((box for mask in masks.masks for box in mask), key=lambda box: box.area)
-    several = f", {defense.threat.count} at once" if defense.threat.count > 1 else ""
+    boxes = sorted((box for mask in masks.masks for box in mask), key=lambda box: box.area)
+    largest = f"{boxes[-1].height}x{boxes[-1].width} cells" if boxes else "none"
+    several = f", {defense.threat.count} at once" if boxes and defense.threat.count > 1 else ""
     return {
         "name": name,
         "threat": defense.threat.describe(),
         "image": f"{model.image.height}x{model.image.width} pixels",
         "grid": f"{model.grid.height}x{model.grid.width} cells",
         "receptive_field": f"{field.height}x{field.width} pixels",
-        "mask": f"{mask.height}x{mask.width} cells{several}",
+        "mask": f"{largest}{several}",
         "masks": len(masks),
         "pairs": masks.pairs,
         "operation": type(defense.operation).__name__,

@@ -77,15 +77,9 @@ def train(
 
 
 @contextmanager
-def _shown(name: str, board: Path | None) -> Iterator[Say]:
+def _shown(name: str, folder: Path | None) -> Iterator[Say]:
     """Progress on stderr, and TensorBoard's files if they are wanted."""
-    writer: Any = None
-    if board is not None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ModuleNotFoundError("--tensorboard needs tensorboard: pip install tensorboard.") from error
-        writer = SummaryWriter(board)
+    board = None if folder is None else _Board(folder)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
@@ -100,19 +94,50 @@ def _shown(name: str, board: Path | None) -> Iterator[Say]:
 
         def say(step: int, steps: int, line: dict[str, Any]) -> None:
             nonlocal began
+            if board is not None:
+                board.add(step, line)
+            if "loss" not in line:
+                shares = (f"{point} {clean:.1%} / {safe:.1%}" for point, (clean, safe) in line["points"].items())
+                text = f"{name}: step {step}, clean / certified on held-out images: {', '.join(shares)}"
+                console.print(text, soft_wrap=True, highlight=False)
+                return
             bar.update(task, total=steps, completed=step, loss=line["loss"])
             if not console.is_terminal:
                 now = time.monotonic()
                 first, since = began = began or (step, now)
                 left = f", {_time((steps - step) * (now - since) / (step - first))} left" if step > first else ""
                 print(f"{name}: step {step} of {steps}, loss {line['loss']}{left}", file=sys.stderr, flush=True)
-            if writer is not None:
-                for key in ("loss", "lr"):
-                    writer.add_scalar(key, line[key], step)
 
-        yield say
-    if writer is not None:
-        writer.close()
+        try:
+            yield say
+        finally:
+            if board is not None:
+                board.close()
+
+
+class _Board:
+    """TensorBoard's files, from the first line on; a resumed run's lines take the place of those that it repeats."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ModuleNotFoundError("--tensorboard needs tensorboard: pip install tensorboard.") from error
+        self.make, self.folder = SummaryWriter, folder
+        self.writer: Any = None
+
+    def add(self, step: int, line: dict[str, Any]) -> None:
+        if self.writer is None:
+            self.writer = self.make(self.folder, purge_step=step)
+        values: dict[str, float] = {key: line[key] for key in ("loss", "lr", "certified") if key in line}
+        for point, (clean, safe) in line.get("points", {}).items():
+            values |= {f"clean/{point}": clean, f"certified/{point}": safe}
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
 
 
 def _time(seconds: float) -> str:

@@ -35,6 +35,9 @@ def split(count: int, held_out: int) -> tuple[list[int], list[int]]:
 class Batches(Dataset[tuple[Tensor, Tensor]]):
     """The augmented images of each step.
 
+    timm's augmentations see the model's colours: RandAugment fills with their mean, and what is erased is noise around
+    it. The model normalises by itself, so its images are in [0, 1] again afterwards.
+
     Every random choice is made from the seed and the image's place in the run, never from what came before.
 
     Args:
@@ -63,6 +66,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
         self.batch, self.micro = optimiser.batch, optimiser.parts
         self.classes, self.channels = model.num_classes, len(model.mean)
         size = model.image
+        self.mean, self.std = (colour.detach().cpu() for colour in (model.mean, model.std))
         try:
             self.transform: Any = transforms_imagenet_train(
                 img_size=(size.height, size.width),
@@ -72,8 +76,8 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
                 color_jitter=0.0,
                 auto_augment=augment.auto,
                 interpolation="bicubic",
-                mean=(0.0, 0.0, 0.0),
-                std=(1.0, 1.0, 1.0),
+                mean=tuple(self.mean.expand(3, 1, 1).flatten().tolist()),
+                std=tuple(self.std.expand(3, 1, 1).flatten().tolist()),
                 normalize=True,
                 re_prob=augment.erase,
                 re_mode="pixel",
@@ -108,7 +112,8 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
             item = self.data[numbers[place]]
             reseed(self.seed, 2, step, place)
             picture = item.image if self.channels == 3 else item.image.convert("L").convert("RGB")
-            images.append(self.transform(picture)[: self.channels].clamp(0, 1))
+            normal = self.transform(picture)[: self.channels]
+            images.append((normal * self.std + self.mean).clamp(0, 1))
             labels.append(item.label)
         batch, target = torch.stack(images), torch.tensor(labels)
         if self.mixup is None:

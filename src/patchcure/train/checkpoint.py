@@ -28,6 +28,7 @@ class State:
         losses: since the last line of the log.
         history: what was measured on held-out images.
         origin: where the first weights came from, see `patchcure.train.start.origin`.
+        precision: of the products in the network; a run keeps the one that it began with.
     """
 
     backbone: nn.Module
@@ -39,6 +40,7 @@ class State:
     losses: list[float] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     origin: dict[str, Any] = field(default_factory=dict)
+    precision: str = ""
 
     @classmethod
     def new(cls, recipe: Recipe, backbone: nn.Module) -> State:
@@ -72,6 +74,7 @@ class State:
             "losses": self.losses,
             "history": self.history,
             "origin": self.origin,
+            "precision": self.precision,
             "backbone": self.backbone.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "average": None if self.average is None else self.average.module.state_dict(),
@@ -93,7 +96,8 @@ class State:
                 "one."
             )
         self.step, self.best, self.seconds = content["step"], content["best"], content["seconds"]
-        self.losses, self.history, self.origin = content["losses"], content["history"], content["origin"]
+        self.losses, self.history = content["losses"], content["history"]
+        self.origin, self.precision = content["origin"], content["precision"]
         self.backbone.load_state_dict(content["backbone"])
         self.optimiser.load_state_dict(content["optimiser"])
         if self.average is not None:

@@ -116,6 +116,7 @@ def worst_pairs(
                 hidden = each[torch.arange(len(labels), device=device), worst]
     finally:
         model.train(training)
+        torch.clear_autocast_cache()  # of weights that were rounded without a graph: no gradient would reach them
     return hidden
 
 

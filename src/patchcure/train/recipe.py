@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -53,11 +51,11 @@ class Data(Part):
 
     Args:
         train: as for `patchcure.data.open_data`.
-        validation: how many training images are held out to choose the weights; never the test set.
+        validation: how many training images are held out to choose the weights (see `Select`); never the test set.
     """
 
     train: str
-    validation: int = Field(default=500, ge=0)
+    validation: int = Field(default=0, ge=0)
     augment: Augment = Augment()
 
 
@@ -67,8 +65,9 @@ class Start(Part):
     Args:
         instance: the name of the first point, which says what the network is.
         options: as for `patchcure.build`, such as image_size, num_classes, mean and std.
-        weights: ``scratch``, ``timm`` (downloaded by timm), weights that come with the package by their name, or a
-            file: ours, timm's, MAE's or a released one.
+        weights: ``scratch``; ``timm`` (the network's own, downloaded by timm) or a name that timm has weights for
+            (``vit_base_patch16_224.mae``); weights that come with the package by their name; or a file: ours, timm's,
+            MAE's or a released one.
         drop_path: stochastic depth.
     """
 
@@ -146,8 +145,8 @@ class Loss(Part):
     Args:
         kind: ``softmax`` (cross-entropy), ``bce`` (each class on its own, as in ResNet strikes back), ``votes``
             (BagCert: the cells' votes must win by a margin) or ``interval`` (IBP: the worst case over all patches).
-        smoothing: of the labels.
-        masks: how many masks are drawn for each image: 0, 1 or 2.
+        smoothing: of the labels, for ``softmax`` and ``bce``.
+        masks: how many masks are drawn for each image: 0, 1 or 2; ``votes`` and ``interval`` draw none.
         greedy: among how many masks the worst first one, and then the worst second one, is looked for; 0 is random.
         consistency: the weight of the divergence from the teacher's prediction without masks.
         teacher: the point that teaches.
@@ -173,7 +172,7 @@ class Select(Part):
 
     Args:
         every: steps between two looks.
-        points: the points that count; their certified accuracies are averaged.
+        points: the points that count; their certified accuracies are averaged. Without any, the last weights are kept.
         images: how many held-out images are looked at.
     """
 
@@ -211,10 +210,14 @@ class Recipe(Part):
             raise ValueError(f"loss.kind {self.loss.kind} needs whole labels: switch mixup and cutmix off")
         if (self.data.augment.mixup or self.data.augment.cutmix) and self.optimiser.parts % 2:
             raise ValueError("mixup and cutmix need an even number of images in optimiser.micro (or batch)")
+        if self.loss.kind in ("votes", "interval") and (self.loss.masks or self.loss.consistency):
+            raise ValueError(
+                f"loss.kind {self.loss.kind} hides nothing and has no teacher: set masks and consistency to 0"
+            )
         if not self.loss.masks and (self.loss.greedy or any(point.greedy for point in self.points)):
             raise ValueError("loss.greedy looks for the worst masks, but loss.masks is 0")
         if self.select.points and self.data.validation < 1:
-            raise ValueError("select.points needs held-out images: data.validation is 0")
+            raise ValueError("select.points needs held-out images: set data.validation, such as 500")
         return self
 
     @classmethod
@@ -250,10 +253,11 @@ class Recipe(Part):
             wrong = wrong.replace(": Value error, ", ": ")
             raise ValueError(f"{path} is no recipe: {wrong}.") from error
 
-    @property
-    def fingerprint(self) -> str:
-        """Tells whether a checkpoint belongs to this recipe."""
-        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+    def told(self, data: str, weights: str) -> dict[str, Any]:
+        """The recipe as JSON, with other words for its data and its first weights: without this machine's folders."""
+        plain = self.model_dump(mode="json")
+        plain["data"]["train"], plain["start"]["weights"] = data, weights
+        return plain
 
 
 def _changed(content: Any, path: Sequence[str], value: Any) -> Any:

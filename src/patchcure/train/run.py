@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +36,8 @@ Precision = Literal["float32", "bfloat16"]
 """Of the products in the network; weights, sums and the loss are float32 in any case."""
 
 Say = Callable[[int, int, dict[str, Any]], None]
-"""Told after some steps: the step, how many there are, and the line of the log."""
+"""Told after some steps: the step, how many there are, and the line of the log: loss and rate, or what was measured on
+held-out images."""
 
 
 def train(
@@ -60,7 +62,8 @@ def train(
         out: the folder for checkpoint, log, weights and card.
         workers: processes that prepare images.
         device: where to compute; by default CUDA if there is one.
-        precision: of the products in the network; by default bfloat16 where the device multiplies it in hardware.
+        precision: of the products in the network; by default that of the run so far, or bfloat16 where the device
+            multiplies it in hardware.
         save_every: steps between two checkpoints.
         say: told about the progress.
 
@@ -70,7 +73,6 @@ def train(
     where = place(device)
     if precision not in (None, "float32", "bfloat16"):
         raise ValueError(f"precision: expected float32 or bfloat16, got {precision!r}.")
-    precision = precision or ("bfloat16" if has_bfloat16(where) else "float32")
     world = World.join(where)
     out = Path(out)
     checkpoint, fingerprint = out / "checkpoint.pt", _fingerprint(recipe, data)
@@ -88,8 +90,14 @@ def train(
     state = State.new(recipe, model.backbone)
     if begun:
         state.read(checkpoint, fingerprint)
+        if precision not in (None, state.precision):
+            raise ValueError(
+                f"precision: {out} was begun in {state.precision}; leave it out, or choose another folder."
+            )
     else:
-        state.origin = origin(recipe)
+        state.origin = origin(recipe, model.backbone)
+        state.precision = precision or ("bfloat16" if has_bfloat16(where) else "float32")
+    resumed = state.step
     if world.total(state.step) != [state.step * world.size]:
         raise ValueError(f"The processes are at different steps (this one at {state.step}): let all see one {out}.")
     judged = points if state.average is None else elastic(recipe, state.weights)
@@ -107,16 +115,15 @@ def train(
         for point in points:
             point.defense.train()
         inputs = images.to(where), labels.to(where)
-        loss = _gradients(recipe, points, *inputs, state.step, batches.own.start, state.step / steps, precision)
+        loss = _gradients(recipe, points, *inputs, state.step, batches.own.start, state.step / steps, state.precision)
         world.average(_shared(model.backbone, loss, world))
-        if not loss.isfinite():
+        size = nn.utils.clip_grad_norm_(model.backbone.parameters(), recipe.optimiser.clip or math.inf)
+        if not (loss.isfinite() and size.isfinite()):
             raise FloatingPointError(
-                f"The loss is {loss.item()} at step {state.step}: use a smaller optimiser.lr or a longer warm-up, in "
-                "another folder."
+                f"The loss is {loss.item()} and its gradient {size.item()} at step {state.step}: use a smaller "
+                "optimiser.lr or a longer warm-up, in another folder."
             )
         state.losses.append(loss.item())
-        if recipe.optimiser.clip is not None:
-            nn.utils.clip_grad_norm_(model.backbone.parameters(), recipe.optimiser.clip)
         state.optimiser.step()
         state.optimiser.zero_grad()
         state.step += 1
@@ -134,14 +141,16 @@ def train(
                 say(state.step, steps, line)
         if recipe.select.points and (state.step % recipe.select.every == 0 or last):
             best = _look(recipe, state, judged, data, held, world)
+            if say is not None:
+                say(state.step, steps, state.history[-1])
             if log is not None:
                 log.add(state.history[-1])
                 if best:
                     save(judged[0].defense, _weights(recipe, out))
         if log is not None and (state.step % save_every == 0 or last):
             state.write(checkpoint, fingerprint)
-    if log is not None:
-        _finish(recipe, state, judged[0], data, out, precision)
+    if log is not None and (state.step > resumed or not _weights(recipe, out).with_suffix(".json").is_file()):
+        _finish(recipe, state, judged[0], data, out)
     world.wait()
     return _weights(recipe, out)
 
@@ -164,7 +173,7 @@ def _gradients(
     step: int,
     first: int,
     progress: float,
-    precision: Precision,
+    precision: str,
 ) -> Float[Tensor, ""]:
     """The gradients of one batch and its loss; each part of it draws its own point and masks."""
     teacher = next((point for point in points if point.name == recipe.loss.teacher), None)
@@ -209,7 +218,9 @@ def _fits(data: Data, classes: int, learn: Sequence[int]) -> None:
 
 
 def _fingerprint(recipe: Recipe, data: Data) -> str:
-    return hashlib.sha256(f"{recipe.fingerprint} {data.fingerprint}".encode()).hexdigest()
+    """Tells whether a checkpoint belongs to this recipe and this data, wherever their files are."""
+    content = recipe.told(data.fingerprint, Path(recipe.start.weights).name)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _look(recipe: Recipe, state: State, points: Sequence[Point], data: Data, held: Sequence[int], world: World) -> bool:
@@ -243,20 +254,17 @@ def _weights(recipe: Recipe, out: Path) -> Path:
     return out / f"{recipe.name}.safetensors"
 
 
-def _finish(recipe: Recipe, state: State, first: Point, data: Data, out: Path, precision: Precision) -> None:
+def _finish(recipe: Recipe, state: State, first: Point, data: Data, out: Path) -> None:
     """Write the weights if nothing chose among them, and the card."""
     if not recipe.select.points:
         save(first.defense, _weights(recipe, out))
     weights = _weights(recipe, out)
-    plain = recipe.model_dump(mode="json")
-    plain["start"]["weights"] = Path(recipe.start.weights).name
-    plain["data"]["train"] = data.name
     run = {
-        "recipe": plain,
+        "recipe": recipe.told(data.name, state.origin["weights"]),
         "samples": state.step * recipe.optimiser.batch,
         "hours": round(state.seconds / 3600, 2),
         "torch": torch.__version__,
-        "precision": precision,
+        "precision": state.precision,
         "held_out": state.history,
         "start_sha256": state.origin["sha256"],
     }

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from patchcure._torchvision import ensure_torchvision
 from patchcure.names import parse
 from patchcure.train.recipe import Recipe
 from patchcure.zoo import released
-from patchcure.zoo.checkpoint import fit, read
-from patchcure.zoo.files import find
+from patchcure.zoo.checkpoint import Tensors, fit, read
+from patchcure.zoo.files import find, parted
 
 
 def network(recipe: Recipe, new: bool = False) -> nn.Module:
@@ -26,8 +27,7 @@ def network(recipe: Recipe, new: bool = False) -> nn.Module:
     start = recipe.start
     model = parse(start.instance).model(**{**start.options, "pretrained": start.weights == "timm" and not new})
     backbone: Any = model.backbone
-    if not new and (file := _file(recipe)) is not None:
-        tensors = released.timm_layout(read(file))
+    if not new and (tensors := _tensors(start.weights)) is not None:
         own = backbone.state_dict()
         for key in ("head.weight", "head.bias", "fc.weight", "fc.bias"):
             if key in tensors and key in own and tensors[key].shape != own[key].shape:
@@ -41,20 +41,44 @@ def network(recipe: Recipe, new: bool = False) -> nn.Module:
     return found
 
 
-def origin(recipe: Recipe) -> dict[str, Any]:
-    """Where the first weights came from, for the card: their sha256, and the runs that their own card tells of."""
-    file = _file(recipe)
-    if file is None:
-        return {"sha256": None, "runs": []}
+def origin(recipe: Recipe, backbone: Any) -> dict[str, Any]:
+    """Where the first weights came from, for the card: name, sha256, and the runs that their own card tells of."""
+    weights = recipe.start.weights
+    if weights == "scratch" or (file := _file(weights)) is None:
+        config = backbone.pretrained_cfg if weights == "timm" else _timms(weights)
+        told = weights if config is None else f"{config['architecture']}.{config['tag']}"
+        return {"weights": told, "sha256": None, "runs": []}
     card = file.with_suffix(".json")
-    told = json.loads(card.read_text()) if card.is_file() else {}
-    runs = told.get("runs", []) if isinstance(told, dict) else []
-    return {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "runs": runs}
+    known = json.loads(card.read_text()) if card.is_file() else {}
+    runs = known.get("runs", []) if isinstance(known, dict) else []
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    return {"weights": Path(weights).name, "sha256": sha256, "runs": runs}
 
 
-def _file(recipe: Recipe) -> Path | None:
-    """The file of the first weights, where it is one."""
-    return None if recipe.start.weights in ("scratch", "timm") else find(recipe.start.weights)
+def _tensors(weights: str) -> Tensors | None:
+    """The tensors of a file, or of timm's weights of that name; None for new ones and for the network's own of timm."""
+    if weights in ("scratch", "timm"):
+        return None
+    if (file := _file(weights)) is not None:
+        return released.timm_layout(read(file))
+    import timm
+
+    return dict(timm.create_model(weights, pretrained=True).state_dict())
+
+
+def _file(weights: str) -> Path | None:
+    """The file of the first weights; None where timm has them."""
+    timms = weights == "timm" or (not Path(weights).is_file() and _timms(weights) is not None)
+    return None if timms else find(parted(weights)[0])
+
+
+def _timms(weights: str) -> Any:
+    """What timm knows about its weights of that name, if it has them."""
+    ensure_torchvision()
+    import timm
+
+    known = timm.get_pretrained_cfg(weights) if timm.is_model_pretrained(weights) else None
+    return None if known is None else known.to_dict()
 
 
 def _drop_paths(backbone: Any, rate: float) -> None:

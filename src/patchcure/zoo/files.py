@@ -62,7 +62,7 @@ def load(name_or_file: str | Path, *, weights: str | Path | None = None, **optio
         defense = build(str(name_or_file), **options)
         fit(defense.model, tensors, str(weights), need_head=False)
         return defense
-    place, point = _point(str(name_or_file))
+    place, point = parted(str(name_or_file))
     file = find(place)
     if file.suffix == ".yaml":
         return _configured(file, options)
@@ -74,6 +74,19 @@ def load(name_or_file: str | Path, *, weights: str | Path | None = None, **optio
     if point:
         recipe |= {"name": at_point(recipe["name"], point), "operation": None}
     return _filled({**recipe, **options}, tensors, file.name)
+
+
+def named(name: str, **options: Any) -> Defense:
+    """A defense by any name: weights that come with the package, a file, or an instance, which gets new weights.
+
+    >>> named("elastic-vit-ti-cifar10:14x2-k9").model.k, named("PCURE-ViT-Ti-14x2-k6", num_classes=10).model.k
+    (9, 6)
+    """
+    try:
+        find(parted(name)[0])
+    except FileNotFoundError:
+        return build(name, **options)
+    return load(name, **options)
 
 
 def save_config(defense: Defense, weights: str | Path, file: str | Path, comment: str = "") -> None:
@@ -127,7 +140,7 @@ def cards() -> list[dict[str, Any]]:
     return [json.loads(file.with_suffix(".json").read_text()) for file in sorted(WEIGHTS.glob("*.safetensors"))]
 
 
-def _point(name: str) -> tuple[str, str]:
+def parted(name: str) -> tuple[str, str]:
     """What stands before and after the colon; a file may have colons in its name."""
     place, colon, point = name.rpartition(":")
     return (place, point) if colon and not Path(name).exists() else (name, "")
