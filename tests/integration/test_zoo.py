@@ -113,6 +113,7 @@ def test_records_are_what_the_weights_give(name: str) -> None:
         ("hybrid-resnet-cifar10", 17, 6),
         ("hybrid-resnet-cifar10:k5", 17, 5),
         ("s-vit-ti-cifar10", 18, 10),
+        ("drs-cifar10", 13, 8),
     ],
 )
 def test_weights_are_worth_something(name: str, clean: int, certified: int) -> None:
