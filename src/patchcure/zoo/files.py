@@ -134,8 +134,8 @@ def holds(file: str | Path) -> str | None:
 def cards() -> list[dict[str, Any]]:
     """The cards of the weights that come with the package: data, recipes, hours, hash, what was measured.
 
-    >>> [card["name"] for card in cards()][0]
-    'elastic-vit-ti-cifar10'
+    >>> "elastic-vit-ti-cifar10" in [card["name"] for card in cards()]
+    True
     """
     return [json.loads(file.with_suffix(".json").read_text()) for file in sorted(WEIGHTS.glob("*.safetensors"))]
 
